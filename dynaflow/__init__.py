@@ -1,0 +1,18 @@
+"""DynaFlow: programmable intra-device parallelism for PyTorch."""
+
+from dynaflow.api import CompiledModel, compile
+from dynaflow.capture.ops import Op
+from dynaflow.capture.rules import SplitFunc, SplitModule, mark
+from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, SplitError, VerifyError
+from dynaflow.schedule.base import OpSchedulerBase, Sequential
+from dynaflow.schedule.check import check
+from dynaflow.schedule.context import OpItem, ScheduleContext
+from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompiledModel", "DynaFlowError", "Item", "Lane", "MicroBatch", "Op", "OpItem", "OpSchedulerBase",
+    "PartitionError", "Plan", "PlanError", "ScheduleContext", "ScheduleError", "Sequential", "SplitError",
+    "SplitFunc", "SplitModule", "Task", "VerifyError", "check", "compile", "mark",
+]

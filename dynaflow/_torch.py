@@ -1,0 +1,138 @@
+"""Every private torch API that dynaflow uses, each behind one small function.
+
+Seen to work on torch 2.11.0+cu130 and 2.13.0 (CPU) unless a line says otherwise. The sharding rules'
+private names have their own place, in `capture/oracle.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+
+def annotate(annotation: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Puts `annotation` into meta["custom"] of the nodes that Dynamo traces inside it."""
+    from torch.fx.traceback import annotate
+
+    return annotate(annotation)
+
+
+def restart_capture() -> BaseException:
+    """To be raised by a backend: Dynamo traces the frame again, e.g. after more dims were marked dynamic."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    return TensorifyScalarRestartAnalysis("dynaflow: the batch becomes dynamic", restart_reason="dynaflow: batch")
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> Callable[[], None]:
+    """Asks Dynamo to keep `dim` symbolic if the model allows it. Returns the function that takes the mark back."""
+    before = dict(tensor.__dict__)
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+    def undo() -> None:
+        for name in set(tensor.__dict__) - set(before):
+            delattr(tensor, name)
+        tensor.__dict__.update(before)
+
+    return undo
+
+
+def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
+    """Of a placeholder that Dynamo made: its source as text, whether a module owns it, and the example."""
+    arg = placeholder.meta["grapharg"]
+    name = arg.source.name
+    owner = arg.source.guard_source
+    owned = owner.is_unspecialized_nn_module() or owner.is_specialized_nn_module()
+    return (name if isinstance(name, str) else name()), owned, arg.example
+
+
+def is_part(gm: fx.GraphModule) -> bool:
+    """Whether the graph ends at a graph break, or starts behind one."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None:
+        return False
+    return bool(reason.graph_break) or any("torch_dynamo_resume_in" in f.name for f in reason.user_stack)
+
+
+def expression(size: Any) -> sympy.Expr:
+    """The symbolic expression behind an int or SymInt, with the symbols that Dynamo unified replaced."""
+    if isinstance(size, torch.SymInt):
+        node = size.node
+        return node.shape_env.simplify(node.expr) if node.shape_env is not None else node.expr
+    return sympy.Integer(size)
+
+
+def hint(size: Any) -> int:
+    """The value that a SymInt had when the graph was captured."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+class Symbols:
+    """A fresh symbolic world (ShapeEnv and fake mode) in which one operator is compiled."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+
+    def new(self, name: str, value: int) -> torch.SymInt:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(name)
+        symbol = self.env.create_symbol(
+            value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
+        return self.env.create_symintnode(symbol, hint=value, source=source)  # type: ignore[return-value]
+
+    def guards(self) -> list[sympy.Basic]:
+        """What the compiler assumed about the symbols on the way."""
+        return [guard.expr for guard in self.env.guards]
+
+
+def compile_operator(gm: fx.GraphModule, inputs: Sequence[Any], symbols: Symbols) -> Callable[..., Any]:
+    """Inductor over one piece of the graph; the callable takes the piece's inputs and returns a list."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+
+    with tracing(TracingContext(symbols.mode)):
+        return compile_fx(gm, list(inputs))  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def concrete_fake_mode() -> Iterator[Any]:
+    """Fake tensors with concrete sizes: shapes, strides and aliasing of a run, without the run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with mode:
+        yield mode
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the storage behind a (fake) tensor, for as long as the tensor lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def set_stream(stream: Any) -> None:
+    """Makes `stream` current: what torch.cuda.set_stream does, less its checks."""
+    torch._C._cuda_setStream(  # type: ignore[attr-defined]
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
+AUTOCAST_PAIRS: dict[Any, Any] = {
+    torch.amp.autocast_mode._enter_autocast: torch.amp.autocast_mode._exit_autocast,
+    torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
+}
+"""Region marks that Dynamo leaves in a graph: the function that opens a region, and the one that ends it."""
+
+SET_GRAD = torch._C._set_grad_enabled

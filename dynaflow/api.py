@@ -1,0 +1,161 @@
+"""The two doors: `compile(model, scheduler=...)`, and the torch.compile backend "dynaflow"."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from dynaflow.capture.graph import BatchDims
+from dynaflow.engine import Engine, Facts, PlanReady, take_marks_back
+from dynaflow.errors import DynaFlowError, PlanError
+from dynaflow.lower.lower import OnTask
+from dynaflow.lower.operators import Mode
+from dynaflow.schedule.base import OpSchedulerBase, Sequential
+from dynaflow.schedule.plan import Plan
+from dynaflow.stats import Stats
+
+
+def compile(
+    model: Callable[..., Any],
+    scheduler: OpSchedulerBase | None = None,
+    *,
+    batch_dims: BatchDims | None = None,
+    facts: Facts | None = None,
+    operators: Mode = "inductor",
+    verify: bool = False,
+    check: bool = True,
+    fullgraph: bool = False,
+    on_task: OnTask | None = None,
+) -> CompiledModel:
+    """Returns the model with its operators run as `scheduler` says. The model itself is left as it is.
+
+    batch_dims: which inputs carry the batch, and on which dim, e.g. {"input_ids": 0}; by default dim 0 of the
+        inputs that share its size.
+    facts: what the scheduler may ask by ctx.facts: a mapping, or a function that gives one for each call.
+    operators: "inductor" compiles them; "eager" runs them as they are.
+    verify: the first run of each plan is compared with the plain model's.
+    check: prove each plan safe before it runs.
+    on_task: called as on_task(task, "start" | "stop") around each task, on its lane, for instrumentation.
+    """
+    return CompiledModel(
+        model,
+        _engine(
+            model,
+            {
+                "scheduler": scheduler,
+                "batch_dims": batch_dims,
+                "facts": facts,
+                "operators": operators,
+                "verify": verify,
+                "check": check,
+                "on_task": on_task,
+            },
+        ),
+        fullgraph,
+    )
+
+
+class CompiledModel:
+    """A model under a schedule. Called like the model; other attributes are the model's own."""
+
+    def __init__(self, model: Callable[..., Any], engine: Engine, fullgraph: bool) -> None:
+        self._model, self._engine = model, engine
+        self._call = torch.compile(_own_frame(model), backend=engine.backend, fullgraph=fullgraph)
+        self._takes_facts = "facts" in _signature(model)
+        self.__signature__ = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model. `facts={...}` goes to the scheduler, unless the model has such a parameter."""
+        local = self._engine.local
+        if "facts" in kwargs and not self._takes_facts:
+            local.facts = kwargs.pop("facts")
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            local.facts = None
+            take_marks_back()  # if the capture failed half-way
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these inputs, without running the model. If the model breaks the graph: for its first part."""
+        local = self._engine.local
+        local.plan_only = True
+        try:
+            self(*args, **kwargs)
+        except PlanReady as ready:
+            return ready.plan
+        finally:
+            local.plan_only = False
+        raise PlanError("the model gave no graph to plan", advice="it may not use torch operators, or can't be captured")
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of what was captured, planned and run."""
+        return self._engine.stats
+
+    def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
+        """From the next call on, `scheduler` decides. Compiled operators stay. May be called from any thread."""
+        self._engine.set_scheduler(scheduler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def __repr__(self) -> str:
+        return f"dynaflow.compile({self._model!r})"
+
+
+def backend(
+    gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="dynaflow", options={"scheduler": ...})`: options are those of `compile`."""
+    if not options:
+        return _engine(None, {}).backend(gm, example_inputs)
+    # torch.compile hands over the same options for every graph of a model: one engine serves them all.
+    engine = _engines.get(id(options))
+    if engine is None or engine.options is not options:
+        engine = _engines[id(options)] = _engine(None, options)
+        engine.options = options
+    return engine.backend(gm, example_inputs)
+
+
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+
+
+_OPTIONS = ("scheduler", "batch_dims", "facts", "operators", "verify", "check", "on_task")
+
+
+def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise DynaFlowError(f"unknown option {unknown[0]!r}", advice=f"the options are {', '.join(_OPTIONS)}")
+    if options.get("operators", "inductor") not in ("inductor", "eager"):
+        raise DynaFlowError(f"operators={options['operators']!r}", advice='say "inductor" or "eager"')
+    given = {k: v for k, v in options.items() if k != "scheduler" and v is not None}
+    return Engine(options.get("scheduler") or Sequential(), parameters=_signature(model), **given)
+
+
+def _signature(model: Any) -> tuple[str, ...]:
+    if model is None:
+        return ()
+    function = model.forward if isinstance(model, torch.nn.Module) else model
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with code and globals of its own that calls the model.
+
+    Dynamo keeps what it compiles with a function's code, and counts recompiles there: models of one class would
+    share both, and outlive their compiled object.
+    """
+    names: dict[str, Any] = {"model": model, "__name__": "dynaflow.call", "__builtins__": __builtins__}
+    exec("def call(*args, **kwargs):\n    return model(*args, **kwargs)\n", names)
+    return names["call"]

@@ -1,0 +1,232 @@
+"""A captured graph: what Dynamo handed over, with the names, sizes and batch of its inputs read off.
+
+Dynamo takes some of that back once its compile ends, so all of it is read here, at once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.errors import SplitError, nearest
+
+BatchDims = Mapping[str, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Size and layout of a tensor, in the graph's symbols."""
+
+    size: tuple[sympy.Expr, ...]
+    stride: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Shape:
+        return Shape(
+            size=tuple(_torch.expression(s) for s in tensor.size()),
+            stride=tuple(_torch.expression(s) for s in tensor.stride()),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One placeholder of the graph."""
+
+    node: fx.Node
+    name: str
+    """As the user knows it: `input_ids`, `past_key_values.layers.0.keys`, or a parameter's path."""
+    owned: bool
+    """A module's own parameter or buffer: never split."""
+    shape: Shape | None
+    """None for a number."""
+    symbol: sympy.Expr | None
+    """What a number stands for."""
+    storage: int | None
+    """Identity of the example's storage: inputs may be views of one another."""
+    batch_dim: int | None = None
+    """Where the user says that it carries the batch."""
+
+
+class CapturedGraph:
+    """The graph of one capture, uncut, and what is known of its inputs."""
+
+    def __init__(self, gm: fx.GraphModule, parameters: Sequence[str] = (), declared: BatchDims | None = None) -> None:
+        self.gm = gm
+        self.partial = _torch.is_part(gm)
+        self.grad = torch.is_grad_enabled()
+        tensors = example_tensors(gm, parameters)
+        self.declared = batch_dims_of(tensors, declared, self.partial) if declared is not None else {}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.inputs = [_read_input(node, parameters, self.declared) for node in placeholders]
+        self.shapes: dict[fx.Node, Shape] = {}
+        self.hints: dict[sympy.Symbol, int] = {}
+        for node in gm.graph.nodes:
+            example = node.meta.get("example_value")
+            if isinstance(example, torch.Tensor):
+                self.shapes[node] = Shape.of(example)
+                for size in (*example.size(), *example.stride()):
+                    self._read_hint(size)
+            else:
+                self._read_hint(example)
+
+    def _read_hint(self, size: Any) -> None:
+        if isinstance(size, torch.SymInt):
+            expr = _torch.expression(size)
+            if expr.is_Symbol and size.node.has_hint():
+                self.hints[expr] = _torch.hint(size)
+
+    @property
+    def device(self) -> torch.device:
+        shapes = [i.shape for i in self.inputs if i.shape is not None]
+        return next((s.device for s in shapes if s.device.type != "cpu"), torch.device("cpu"))
+
+    def symbol_values(self, args: tuple[Any, ...]) -> dict[sympy.Symbol, int]:
+        """What every symbol stands for in this call."""
+        values: dict[sympy.Symbol, int] = {}
+        for given, arg in zip(self.inputs, args, strict=True):
+            if given.symbol is not None and given.symbol.is_Symbol:
+                values[given.symbol] = int(arg)
+        for given, arg in zip(self.inputs, args, strict=True):
+            if given.shape is not None:
+                for expr, actual in zip(given.shape.size, arg.size(), strict=True):
+                    if expr.is_Symbol and expr not in values:
+                        values[expr] = int(actual)
+        return values
+
+
+    def batch_spaces(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
+        """The symbols that stand for the rows of the batch, and those for the requests of a ragged one.
+
+        An input's batch may have a symbol of its own: those that have the same value now are taken as one.
+        """
+        found: list[sympy.Symbol] = []
+        for given in self.inputs:
+            if given.shape is None or given.owned or not given.shape.size:
+                continue
+            dim = given.batch_dim if self.declared else 0
+            symbols = given.shape.size[dim].free_symbols if dim is not None else ()
+            if len(symbols) == 1:
+                found.extend(symbols)
+        if not found:
+            return ()
+        counts = Counter(values[s] for s in found)
+        rows = max(counts, key=lambda value: (counts[value], value != requests))
+        spaces = [frozenset(s for s in found if values[s] == rows)]
+        if requests not in (0, rows) and (others := frozenset(s for s in found if values[s] == requests)):
+            spaces.append(others)
+        return tuple(spaces)
+
+
+def batch_dims_of(
+    tensors: Mapping[str, tuple[torch.Tensor, bool]], declared: BatchDims | None, partial: bool
+) -> dict[str, int]:
+    """Which inputs carry the batch, and on which dim: as declared, or dim 0 of those that share their size.
+
+    `tensors` maps an input's name to the tensor and whether a module owns it. `partial`: the graph is a part of
+    the model, which need not have all the inputs that were declared.
+    """
+    if declared is not None:
+        found: dict[str, int] = {}
+        for name, dim in declared.items():
+            hits = [n for n in tensors if _named(n, name)]
+            if not hits and not partial:
+                names = [n for n, (_, owned) in tensors.items() if not owned]
+                raise SplitError(
+                    f"batch_dims names {name!r}, but the graph has no such input",
+                    advice=f"the inputs are {', '.join(nearest(name, names, 8))}",
+                )
+            for n in hits:
+                if dim is None:
+                    continue
+                tensor = tensors[n][0]
+                if not -tensor.dim() <= dim < tensor.dim():
+                    raise SplitError(
+                        f"batch_dims says dim {dim} for {n!r}, which has {tensor.dim()} dims",
+                        advice="name a dim that the tensor has",
+                    )
+                found[n] = dim % tensor.dim()
+        return found
+    free = {n: t for n, (t, owned) in tensors.items() if not owned and t.dim() > 0}
+    if not free:
+        return {}
+    sizes = Counter(t.size(0) for t in free.values())
+    batch = max(sizes, key=lambda size: sizes[size])  # the first of those named most often
+    return {n: 0 for n, t in free.items() if t.size(0) == batch}
+
+
+def example_tensors(gm: fx.GraphModule, parameters: Sequence[str]) -> dict[str, tuple[torch.Tensor, bool]]:
+    """The real tensors behind a fresh capture's placeholders."""
+    found = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source, owned, example = _torch.graph_input(node)
+        if isinstance(example, torch.Tensor):
+            found[input_name(source, parameters)] = (example, owned or isinstance(example, torch.nn.Parameter))
+    return found
+
+
+def make_batch_dynamic(
+    gm: fx.GraphModule, declared: BatchDims | None, requests: int, parameters: Sequence[str]
+) -> list[Callable[[], None]]:
+    """Marks the batch dims that the capture took as constants. Returns the marks' undo functions.
+
+    `requests` is the number of requests of a ragged batch, or 0: inputs of that length are marked too.
+    """
+    tensors = example_tensors(gm, parameters)
+    undo = []
+    dims = batch_dims_of(tensors, declared, _torch.is_part(gm))
+    if declared is None and requests > 1:
+        dims |= {n: 0 for n, (t, owned) in tensors.items() if not owned and t.dim() and t.size(0) == requests}
+    static = {
+        input_name(_torch.graph_input(node)[0], parameters): node.meta["example_value"]
+        for node in gm.graph.find_nodes(op="placeholder")
+    }
+    for name, dim in dims.items():
+        fake = static[name]
+        if isinstance(fake.size(dim), int) and fake.size(dim) > 1:
+            undo.append(_torch.mark_dynamic(tensors[name][0], dim))
+    return undo
+
+
+def input_name(source: str, parameters: Sequence[str] = ()) -> str:
+    """Dynamo's source text as the user would say it: L['kwargs']['cache'].layers[0].keys -> cache.layers.0.keys"""
+    text = source.replace("._modules", "").replace("._parameters", "").replace("._buffers", "")
+    text = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", text)
+    text = re.sub(r"^[LG]\.", "", text)
+    place = re.match(r"args\.(\d+)", text)
+    if place and int(place[1]) < len(parameters):
+        text = parameters[int(place[1])] + text[place.end() :]
+    return re.sub(r"^kwargs\.", "", text)
+
+
+def _named(full: str, wanted: str) -> bool:
+    return full == wanted or full.endswith("." + wanted) or fnmatch.fnmatchcase(full, wanted)
+
+
+def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str, int]) -> Input:
+    source, owned, real = _torch.graph_input(node)
+    example = node.meta["example_value"]
+    tensor = isinstance(example, torch.Tensor)
+    return Input(
+        node=node,
+        name=input_name(source, parameters),
+        owned=owned or isinstance(real, torch.nn.Parameter),
+        shape=Shape.of(example) if tensor else None,
+        symbol=None if tensor else _torch.expression(example) if isinstance(example, (int, torch.SymInt)) else None,
+        storage=_torch.storage_id(real) if tensor and isinstance(real, torch.Tensor) else None,
+        batch_dim=declared.get(input_name(source, parameters)),
+    )

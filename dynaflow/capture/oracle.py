@@ -1,0 +1,149 @@
+"""DTensor's sharding rules as an oracle for operators that have no rule of their own.
+
+Splitting the batch in two halves is sharding it over a mesh of two devices: if DTensor would run the call on
+the shards as they are, without moving or adding up anything, then the rows are independent. The mesh has no
+process group behind it, and the rules are asked on a copy of DTensor's tables, so nothing of the user's
+distributed state is read or changed. Answers are cached: equal layers ask the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from dynaflow.capture.alignment import Call, Dims, Refusal, leaves
+
+_answers: dict[Any, Dims | Refusal] = {}
+_lock = threading.Lock()
+_ANSWERS_KEPT = 4096
+
+
+def ask(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dims | Refusal:
+    """The dimension on which each output carries the batch, or a refusal."""
+    key = (call.func, call.rows, _key(call, args), _key(call, kwargs), _key(call, call.outs))
+    with _lock:
+        if key not in _answers:
+            if len(_answers) >= _ANSWERS_KEPT:
+                _answers.clear()
+            _answers[key] = _ask(call, args, kwargs)
+        answer = _answers[key]
+    return answer if isinstance(answer, Refusal) else list(answer)
+
+
+def _key(call: Call, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, call.dim_of(value)
+    if isinstance(value, list | tuple):
+        return tuple(_key(call, member) for member in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(call, member)) for name, member in value.items())
+    return type(value), repr(value)  # 1, 1.0 and True are different arguments
+
+
+def _ask(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dims | Refusal:
+    # DTensor's rules look at the placements of positional arguments only.
+    if any(call.dim_of(tensor) is not None for tensor in leaves(list(kwargs.values()))):
+        return _no_rule(call, "it takes the batch as a keyword argument")
+    try:
+        result = _propagate(call.func, args, kwargs, call.dim_of)
+    except ImportError:
+        return _no_rule(call, "torch.distributed is not available")
+    except Exception as error:  # noqa: BLE001 - the rules fail in many ways, each of which means: don't know
+        said = str(error).partition("\n")[0].rstrip(".")
+        return _no_rule(call, f"{type(error).__name__}: {said}")
+    for before, after in result.changes:
+        if not (_is_shape(before) and _is_shape(after) and _halved(call, before, after)):
+            return call.refuse("mixes the rows of the batch")
+    if len(result.shards) != len(call.outs):
+        return _no_rule(call, "its outputs are not those that DTensor knows")
+    dims: Dims = []
+    for out, shard in zip(call.outs, result.shards, strict=True):
+        if shard is None and out.numel():
+            return call.refuse("combines all rows of the batch")
+        dims.append(shard)
+    return dims
+
+
+def _no_rule(call: Call, why: str) -> Refusal:
+    return Refusal(f"no rule for {call}: {why}. If it works row by row, declare it with splittable=True")
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, list | tuple) and all(isinstance(n, int) for n in value))
+
+
+def _halved(call: Call, before: Any, after: Any) -> bool:
+    """Did DTensor change nothing in this size or shape but the batch, which it halved?"""
+    if isinstance(before, int) and isinstance(after, int):
+        return after == before or (before % call.rows == 0 and 2 * after == before)
+    return (
+        not isinstance(before, int)
+        and not isinstance(after, int)
+        and len(before) == len(after)
+        and all(_halved(call, b, a) for b, a in zip(before, after, strict=True))
+    )
+
+
+# --- private torch API; seen to work on 2.13.0 --------------------------------------------------------------
+
+
+def _propagate(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dim_of: Callable[[torch.Tensor], int | None],
+) -> SimpleNamespace:
+    """DTensor's answer: `shards`, the dimension on which each output is sharded (None: it is not, or not only),
+    and `changes`, pairs of an argument we gave and a different one that DTensor would run the call with."""
+    from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import OpSchema
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            dim = dim_of(value)
+            meta = TensorMeta(value.shape, value.stride(), value.dtype)
+            return DTensorSpec(mesh, (Replicate() if dim is None else Shard(dim),), tensor_meta=meta)
+        if isinstance(value, list | tuple):
+            return type(value)(spec(member) for member in value)
+        return value
+
+    def changes(before: Any, after: Any) -> list[tuple[Any, Any]]:
+        if isinstance(before, DTensorSpec) and isinstance(after, DTensorSpec):
+            return [] if before.placements == after.placements else [(before, after)]
+        nested = isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after)
+        if nested and any(isinstance(member, DTensorSpec) for member in before):
+            return [pair for b, a in zip(before, after, strict=True) for pair in changes(b, a)]
+        same = (list(before) == list(after)) if nested else (before is after or before == after)
+        return [] if same else [(before, after)]
+
+    def shard(output: Any) -> int | None:
+        (placement,) = output.placements
+        return placement.dim if type(placement) is Shard else None
+
+    # The call is run on fake tensors inside: neither our caller's modes nor their fake mode may see that.
+    with _disable_current_modes():
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+        tables = DTensor._op_dispatcher.sharding_propagator
+        propagator = type(tables)()
+        for name, table in vars(tables).items():
+            if isinstance(table, dict):
+                setattr(propagator, name, dict(table))
+        info = propagator.op_to_schema_info.get(func)
+        if info is None:
+            info = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
+        schema = OpSchema(func, spec(tuple(args)), {k: spec(v) for k, v in kwargs.items()}, schema_info=info)
+        found = propagator.propagate_op_sharding_non_cached(schema)
+    wanted = found.redistribute_schema
+    pairs: list[tuple[Any, Any]] = []
+    if wanted is not None:
+        pairs = changes(schema.args_schema, wanted.args_schema) + changes(schema.op, wanted.op)
+    elif found.needs_redistribute:
+        pairs = [(schema, None)]
+    outputs = found.output_spec if isinstance(found.output_spec, list | tuple) else [found.output_spec]
+    return SimpleNamespace(shards=[shard(output) for output in outputs if output is not None], changes=pairs)

@@ -1,0 +1,325 @@
+"""A run of the captured graph on fake tensors, to learn what each node does to memory and to the batch.
+
+The batch gets a size that occurs nowhere else in the model: twice a large prime. So a dimension that is a
+multiple of that prime carries the batch, wherever it turns up. For every node the probe records which
+storages it reads and writes, whether its result is a view, on which dim the result carries the batch, and, if
+the node can't be split along it, why.
+
+Which row an element belongs to is its position alone. So after a node that mixes rows, and therefore runs for
+the whole batch at once, its result may be cut again along whichever dim has the batch's size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_iter
+
+from dynaflow import _torch
+from dynaflow.capture.graph import CapturedGraph, Shape
+from dynaflow.capture.rows import Refusal, follow_rows
+
+RNG = -1
+"""Stands for the random generator's state among the storages."""
+
+PRIMES = (10007, 10037, 1009, 1013, 101, 103, 11, 13)
+
+_SIZED = {"view", "reshape", "expand", "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty",
+          "new_full", "repeat", "unflatten", "broadcast_to", "tile", "_unsafe_view", "resize"}
+"""Calls that take sizes: there a batch size is recomputed for each micro-batch. Elsewhere it is a number."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeFacts:
+    """What one node of the graph does."""
+
+    value: Any = None
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    made: set[int] = field(default_factory=set)
+    """Storages that came into being in this node and live on in its result."""
+    refusals: dict[int, str] = field(default_factory=dict)
+    """Space of rows -> why the node can't be split along it."""
+    scalar: bool = False
+    """The result is numbers that follow from sizes alone."""
+    view: bool = False
+    """The result only looks at memory that was there before."""
+    returns: fx.Node | None = None
+    """An in-place node's result is this argument itself."""
+    sized: bool = False
+    """A number that follows from the batch's size goes in."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Probe:
+    """The facts of all nodes, for batch spaces given by their symbols (tokens or rows first, then requests)."""
+
+    facts: dict[fx.Node, NodeFacts]
+    spaces: tuple[frozenset[sympy.Symbol], ...]
+
+    def dims(self, node: fx.Node) -> tuple[int | None, ...]:
+        """On which dim the node's (tensor) result carries each space."""
+        return _dims(self.facts[node].value, len(self.spaces))
+
+
+def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> Probe:
+    """Runs the graph on fake tensors, once, with sizes that give the batch away."""
+    failure: Exception | None = None
+    for first in range(0, len(PRIMES), 2):
+        primes = PRIMES[first : first + len(spaces)]
+        values = dict(graph.hints)
+        values |= {s: 2 * p for p, space in zip(primes, spaces, strict=True) for s in space}
+        if _clashes(graph, values, primes, spaces):
+            continue
+        try:
+            return Probe(facts=_run(graph, values, primes), spaces=spaces)
+        except Contradiction as e:  # the model bounds its batch: try a smaller one
+            failure = e
+    raise Contradiction(str(failure))
+
+
+class Contradiction(Exception):
+    """No fake run of the graph was possible with the batch at this size."""
+
+
+def _clashes(
+    graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...], spaces: tuple[Any, ...]
+) -> bool:
+    batch = frozenset().union(*spaces) if spaces else frozenset()
+    sizes = {
+        concrete(size, values)
+        for shape in graph.shapes.values()
+        for size in shape.size
+        if not size.free_symbols & batch
+    }
+    return any(size and size % p == 0 for size in sizes for p in primes)
+
+
+def concrete(expr: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
+    return int(expr.xreplace({s: sympy.Integer(values[s]) for s in expr.free_symbols if s in values}))
+
+
+def _fake(shape: Shape, values: dict[sympy.Symbol, int]) -> torch.Tensor:
+    size = [concrete(s, values) for s in shape.size]
+    stride = [concrete(s, values) for s in shape.stride]
+    return torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
+
+
+def _set_dims(tensor: torch.Tensor, dims: tuple[int | None, ...]) -> None:
+    tensor._dynaflow_dims = dims  # type: ignore[attr-defined]
+
+
+def _dims(tensor: Any, spaces: int) -> tuple[int | None, ...]:
+    return getattr(tensor, "_dynaflow_dims", (None,) * spaces)
+
+
+def _first_multiple(tensor: torch.Tensor, prime: int) -> int | None:
+    return next((d for d, size in enumerate(tensor.shape) if size and size % prime == 0), None)
+
+
+def _carried(tensor: torch.Tensor, prime: int, declared: int | None) -> int | None:
+    if declared is not None and tensor.shape[declared] % prime == 0:
+        return declared
+    return _first_multiple(tensor, prime)
+
+
+def _run(graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...]) -> dict[fx.Node, NodeFacts]:
+    grad = torch.is_grad_enabled()
+    try:
+        with _torch.concrete_fake_mode(), torch.no_grad():
+            run = _Run(graph, values, primes)
+            run.go()
+            return run.facts
+    finally:
+        torch.set_grad_enabled(grad)  # the graph may hold nodes that switch it
+
+
+class _Run(fx.Interpreter):
+    def __init__(self, graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...]) -> None:
+        super().__init__(graph.gm, garbage_collect_values=False)
+        self.captured, self.values, self.primes = graph, values, primes
+        self.facts: dict[fx.Node, NodeFacts] = {}
+        self.ids: dict[int, int] = {}
+        self.keep: list[torch.Tensor] = []
+        self.tainted: set[fx.Node] = set()
+        self.observer = _Observer(self)
+
+    def go(self) -> None:
+        with self.observer:
+            self.run(*self._inputs())
+
+    def _inputs(self) -> list[Any]:
+        made: list[Any] = []
+        shared: dict[int, int] = {}
+        for given in self.captured.inputs:
+            if given.shape is None:
+                value = self.values.get(given.symbol) if given.symbol is not None else None  # type: ignore[call-overload]
+                if value is None and given.symbol is not None:
+                    value = concrete(given.symbol, self.values)
+                made.append(given.node.meta["example_value"] if value is None else value)
+                continue
+            tensor = _fake(given.shape, self.values)
+            if not given.owned:
+                _set_dims(tensor, tuple(_carried(tensor, p, given.batch_dim) for p in self.primes))
+            number = self.number(tensor)
+            if given.storage is not None:  # two inputs over one storage: writes to one are seen through the other
+                self.ids[_torch.storage_id(tensor)] = shared.setdefault(given.storage, number)
+            made.append(tensor)
+        return made
+
+    def number(self, tensor: torch.Tensor) -> int:
+        key = _torch.storage_id(tensor)
+        if key not in self.ids:
+            self.ids[key] = len(self.ids)
+            self.keep.append(tensor)  # or the id could be used again
+        return self.ids[key]
+
+    def run_node(self, node: fx.Node) -> Any:
+        facts = self.facts[node] = NodeFacts()
+        self.observer.facts = facts
+        before = len(self.ids)
+        if node.op in ("placeholder", "output", "get_attr"):
+            facts.value = super().run_node(node)
+            for tensor in _tensors(facts.value):
+                self.number(tensor)
+        else:
+            self._call(node, facts)
+        result = _tensors(facts.value)
+        facts.made = {n for t in result if (n := self.number(t)) >= before}
+        if node.op in ("placeholder", "get_attr", "output"):
+            return facts.value
+        self._taint(node, facts)
+        inputs = {self.number(t) for a in node.all_input_nodes for t in _tensors(self.facts[a].value)}
+        touched = facts.reads | facts.writes
+        facts.scalar = not result and not touched and node.target not in _REGION and _numbers(facts.value)
+        facts.view = bool(result) and not touched and all(self.number(t) in inputs for t in result)
+        if facts.writes and len(result) == 1:
+            facts.returns = next((a for a in node.all_input_nodes if _same(self.facts[a].value, result[0])), None)
+        return facts.value
+
+    def _call(self, node: fx.Node, facts: NodeFacts) -> None:
+        try:
+            facts.value = super().run_node(node)
+        except Exception as e:
+            shape = self.captured.shapes.get(node)
+            if shape is None:
+                raise Contradiction(f"{node.format_node()}: {e}") from e
+            # Only the batch's probe size can be at fault: the same node ran when the graph was captured.
+            if any(s.free_symbols & set(self.values) for s in shape.size):
+                raise Contradiction(f"{node.format_node()}: {e}") from e
+            facts.value = _fake(shape, self.values)
+            facts.reads |= {self.number(t) for a in node.all_input_nodes for t in _tensors(self.facts[a].value)}
+            for space in range(len(self.primes)):
+                facts.refusals.setdefault(space, f"{node.target} could not be analysed ({type(e).__name__})")
+
+    def _taint(self, node: fx.Node, facts: NodeFacts) -> None:
+        """A batch size that is used as a number, not as a size, can't be recomputed for a part of the batch."""
+        numbers = [v for v in tree_iter(facts.value) if isinstance(v, int) and not isinstance(v, bool)]
+        args = [a for a in node.all_input_nodes if a in self.tainted or _is_batch(self.facts[a].value, self.primes)]
+        if any(_is_batch(v, self.primes) for v in numbers) or (args and not _tensors(facts.value)):
+            self.tainted.add(node)
+        if not (args and _tensors(facts.value)):
+            return
+        facts.sized = True
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        sizes_only = name in _SIZED and all(_is_batch(self.facts[a].value, self.primes) for a in args)
+        if name in ("full", "new_full"):
+            fill = node.kwargs.get("fill_value", node.args[-1] if len(node.args) > 1 else None)
+            sizes_only = sizes_only and not any(fill is a for a in args)
+        if not sizes_only:
+            for space, prime in enumerate(self.primes):
+                if any(a in self.tainted or _is_batch(self.facts[a].value, (prime,)) for a in args):
+                    facts.refusals.setdefault(space, f"{name} uses the size of the batch as a number")
+
+
+_REGION = {*_torch.AUTOCAST_PAIRS, *_torch.AUTOCAST_PAIRS.values(), _torch.SET_GRAD}
+
+
+class _Observer(TorchDispatchMode):
+    """Sees every aten call of the fake run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+        self.facts = NodeFacts()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if getattr(func, "namespace", "") == "prim":  # a question about a tensor's metadata
+            return out
+        outs = _tensors(out)
+        spaces = len(self.run.primes)
+        given = _tensors((args, kwargs))
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # a higher-order operator: nothing is known of its inside
+            self._touch(given, given)
+            self._refuse(f"{func} is a higher-order operator, which has no rule")
+            self._label_by_size(outs)
+            return out
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.facts.writes.add(RNG)
+        if not _is_view(schema):
+            written = [t for a, v in _bind(schema, args, kwargs) if a.alias_info and a.alias_info.is_write for t in _tensors(v)]
+            self._touch(given, written)
+        dims = [[None] * spaces for _ in outs]
+        for space, prime in enumerate(self.run.primes):
+            found = follow_rows(func, args, kwargs, outs, 2 * prime, lambda t, s=space: _dims(t, spaces)[s])  # type: ignore[misc]
+            if isinstance(found, Refusal):
+                self.facts.refusals.setdefault(space, found.reason)
+                found = [_first_multiple(t, prime) for t in outs]
+            for i, dim in enumerate(found):
+                dims[i][space] = dim  # type: ignore[call-overload]
+        for tensor, d in zip(outs, dims, strict=True):
+            _set_dims(tensor, tuple(d))
+        return out
+
+    def _touch(self, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        self.facts.reads |= {self.run.number(t) for t in read}
+        self.facts.writes |= {self.run.number(t) for t in written}
+
+    def _refuse(self, reason: str) -> None:
+        for space in range(len(self.run.primes)):
+            self.facts.refusals.setdefault(space, reason)
+
+    def _label_by_size(self, outs: list[torch.Tensor]) -> None:
+        for t in outs:
+            _set_dims(t, tuple(_first_multiple(t, p) for p in self.run.primes))
+
+
+def _is_view(schema: Any) -> bool:
+    aliases = [r.alias_info for r in schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def _bind(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    positional = list(zip(schema.arguments, args, strict=False))
+    return positional + [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _numbers(value: Any) -> bool:
+    return all(isinstance(leaf, (int, float, bool, torch.dtype, torch.device, torch.SymInt)) for leaf in tree_iter(value))
+
+
+def _is_batch(value: Any, primes: tuple[int, ...]) -> bool:
+    leaves = [v for v in tree_iter(value) if isinstance(v, int) and not isinstance(v, bool)]
+    return any(v and v % p == 0 for v in leaves for p in primes)
+
+
+def _same(a: Any, b: torch.Tensor) -> bool:
+    return (
+        isinstance(a, torch.Tensor)
+        and _torch.storage_id(a) == _torch.storage_id(b)
+        and (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
+    )

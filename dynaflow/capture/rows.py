@@ -1,0 +1,138 @@
+"""May an ATen operator call be split along the batch, and where do its outputs carry it?
+
+`follow_rows` answers for one call of a probe run on fake tensors, in which the batch has `rows` rows, a
+number that is twice a prime which divides no other size. The answer is a dimension for each output (None: the
+output is the same for all rows), or a `Refusal`. A call is legal when for every range of rows, the call on
+that range of its arguments gives that range of its outputs; which row an element belongs to is a matter of
+position alone. Batch sizes among the sizes given to an operator are taken to be recomputed for the range.
+
+Rules are sought in this order: exact ones for operators that move elements, the tag for pointwise operators, a
+table for operators that compute, and DTensor's sharding rules. When in doubt, the answer is a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dynaflow.capture import operators, oracle, views
+from dynaflow.capture.alignment import Call, Dims, Refusal, Signature, settle
+
+__all__ = ["Refusal", "follow_rows"]
+
+# Arguments that switch an operator's randomness (and its running statistics) off when they are false or zero.
+_SWITCHES = ("dropout_p", "train", "training")
+
+# Their schema says that they write, but they do so in training only.
+_WRITES_IN_TRAINING = {"_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm"}
+
+# They count along their result.
+_POSITIONS = {"arange", "range", "eye", "linspace", "logspace", "tril_indices", "triu_indices"}
+
+# They return nothing and look at nothing but the metadata.
+_SILENT = {"_assert_tensor_metadata"}
+
+
+def follow_rows(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outs: list[torch.Tensor],
+    rows: int,
+    dim_of: Callable[[torch.Tensor], int | None],
+) -> Dims | Refusal:
+    """The dimension on which each output carries the batch, or why the call can't be split along it."""
+    call = Call.bind(func, args, kwargs, outs, rows, dim_of)
+    name, rule = _rule(func)
+    carries = call.carries()
+    refusal = _refused_outright(call, name, carries)
+    if refusal is not None:
+        return refusal
+    if not carries:
+        whole: Dims = [None] * len(outs)
+        return _checked(call, rule(call) if rule is not None and name in views.GROWING else whole)
+    if not outs and not call.written():
+        return [] if name in _SILENT else call.refuse("makes no tensor of the batch, but a value of all its rows")
+    return _checked(call, rule(call) if rule is not None else oracle.ask(call, args, kwargs))
+
+
+def _rule(func: torch._ops.OpOverload) -> tuple[str, views.Rule | None]:
+    """The operator's name as the tables have it, and its rule."""
+    namespace, name = str(func.overloadpacket).split(".")
+    if torch.Tag.pointwise in func.tags:
+        return name, operators.pointwise
+    if namespace != "aten":
+        return name, None
+    # An in-place operator, and one that copies what another views, align as their namesakes do.
+    for known in (name, name.removesuffix("_"), name.removesuffix("_copy")):
+        rule = views.RULES.get(known) or operators.RULES.get(known)
+        if rule is not None:
+            return known, rule
+    namesake = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if namesake is not None and any(
+        torch.Tag.pointwise in getattr(namesake, overload).tags for overload in namesake.overloads()
+    ):
+        return name, operators.pointwise
+    return name, None
+
+
+def _refused_outright(call: Call, name: str, carries: bool) -> Refusal | None:
+    """What no rule needs to look at."""
+    quiet = any(call.bound.get(switch) is not None and not call[switch] for switch in _SWITCHES)
+    if torch.Tag.nondeterministic_seeded in call.func.tags and not quiet:
+        return call.refuse("draws random numbers")
+    if carries and torch.Tag.inplace_view in call.func.tags:
+        return call.refuse("changes the shape of a tensor that carries the batch in place")
+    for tensor in call.inputs():
+        dim, found = call.dim_of(tensor), call.batch_dims(tensor)
+        if found and (found != [dim] or tensor.shape[found[0]] % call.rows):
+            return call.refuse(f"takes a tensor of shape {tuple(tensor.shape)}, in which the rows can't be told apart")
+        if dim is not None and not found:
+            return call.refuse(f"takes a tensor of shape {tuple(tensor.shape)} that has lost its rows")
+    sizes = views.SIZES.get(name, ()) if carries or name in views.GROWING else ()
+    for argument, number in _numbers(call):
+        if argument in sizes and number % call.rows == 0:
+            continue
+        if name in _POSITIONS:
+            return call.refuse("makes values that depend on the position in the batch")
+        return call.refuse(f"uses the size of the batch as a number ({argument})")
+    if not carries:
+        return None
+    reads_only = name in _WRITES_IN_TRAINING and not call.bound.get("training")
+    if not reads_only and any(call.dim_of(tensor) is None for tensor in call.written()):
+        return call.refuse("writes state shared by all rows")
+    return None
+
+
+def _numbers(call: Call) -> Iterator[tuple[str, int]]:
+    """The numbers among the arguments that come from the batch's size, also as floats and reciprocals."""
+    for argument, value in call.bound.items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, float) and number and abs(number) < 1:
+                number = 1 / number
+                number = round(number) if abs(number - round(number)) < 1e-9 * abs(number) else 0
+            elif isinstance(number, float) and number.is_integer():
+                number = int(number)
+            if not isinstance(number, bool) and call.is_batch(number):
+                yield argument, number
+
+
+def _checked(call: Call, answer: Signature | Dims | Refusal) -> Dims | Refusal:
+    """The answer, if every output has the batch's size exactly where it is said to carry the batch."""
+    dims = settle(call, answer) if isinstance(answer, Signature) else answer
+    if isinstance(dims, Refusal):
+        return dims
+    for out, dim in zip(call.outs, dims, strict=True):
+        if call.batch_dims(out) != ([] if dim is None else [dim]) or (dim is not None and out.shape[dim] % call.rows):
+            return call.refuse(f"makes a tensor of shape {tuple(out.shape)}, in which the rows can't be told apart")
+    returned = [
+        dim
+        for dim, result in zip(dims, call.func._schema.returns, strict=False)
+        if result.alias_info is not None and result.alias_info.is_write
+    ]
+    for dim, written in zip(returned, call.written(), strict=False):
+        if dim != call.dim_of(written):
+            return call.refuse("writes its result to a tensor that carries the batch elsewhere")
+    return dims

@@ -1,0 +1,177 @@
+"""Where the graph may be cut: rules on module paths and functions, and marks inside model code."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dynaflow import _torch
+from dynaflow.errors import PartitionError, user_line
+
+MARK = "dynaflow"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitModule:
+    """Each call of a matching module becomes one operator, named by the module's path.
+
+    `match` is a glob on the path ("*.self_attn"), a compiled regular expression, or a module class.
+    `splittable` overrules the analysis: True when the module treats every row of the batch by itself though
+    dynaflow can't see it (sorted expert tokens, custom kernels), False to keep it whole.
+    """
+
+    match: str | re.Pattern[str] | type[nn.Module]
+    tag: str | tuple[str, ...] = ()
+    splittable: bool | None = None
+
+    def __post_init__(self) -> None:
+        is_class = isinstance(self.match, type) and issubclass(self.match, nn.Module)
+        if not (is_class or isinstance(self.match, (str, re.Pattern))):
+            raise PartitionError(
+                f"SplitModule can't match by {self.match!r}",
+                line=user_line(),
+                advice="pass a glob on the module path, re.compile(...), or a subclass of torch.nn.Module",
+            )
+
+    def matches(self, path: str, kind: type) -> bool:
+        if isinstance(self.match, str):
+            return fnmatch.fnmatchcase(path, self.match)
+        if isinstance(self.match, re.Pattern):
+            return self.match.search(path) is not None
+        return isinstance(kind, type) and issubclass(kind, self.match)
+
+    def __str__(self) -> str:
+        return f"SplitModule({_show(self.match)})"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFunc:
+    """Each matching call becomes one operator.
+
+    `match` is an operator (`torch.ops.aten.mm`, any overload or one), a Python function
+    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*").
+    """
+
+    match: Any
+    tag: str | tuple[str, ...] = ()
+    splittable: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.match, (str, re.Pattern)) or callable(self.match)):
+            raise PartitionError(
+                f"SplitFunc can't match by {self.match!r}",
+                line=user_line(),
+                advice="pass an operator of torch.ops, a function, or a pattern on the target's name",
+            )
+
+    def matches(self, node: fx.Node) -> bool:
+        if isinstance(self.match, str):
+            return any(fnmatch.fnmatchcase(name, self.match) for name in target_names(node))
+        if isinstance(self.match, re.Pattern):
+            return any(self.match.search(name) for name in target_names(node))
+        return node.target is self.match or _same_operator(node.target, self.match)
+
+    def __str__(self) -> str:
+        return f"SplitFunc({_show(self.match)})"
+
+
+Rule = SplitModule | SplitFunc
+
+
+def mark(name: str, *, tag: str | tuple[str, ...] = (), splittable: bool | None = None) -> Any:
+    """Marks a region of model code as one operator: `with mark("router"):`, or `@mark("router")` on a function.
+
+    It leaves the graph whole under torch.compile and does nothing in eager mode.
+    """
+    note = {MARK: (name, tag_tuple(tag), splittable)}
+    if torch.compiler.is_compiling():
+        return _torch.annotate(note)
+    return _Mark(note)
+
+
+class _Mark:
+    """What `mark` gives outside of a trace: a context manager that does nothing, and a decorator."""
+
+    def __init__(self, note: dict[str, Any]) -> None:
+        self.note = note
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name, tag, splittable = self.note[MARK]
+
+        @functools.wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with mark(name, tag=tag, splittable=splittable):
+                return function(*args, **kwargs)
+
+        return marked
+
+
+def tag_tuple(tag: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (tag,) if isinstance(tag, str) else tuple(tag)
+
+
+def target_names(node: fx.Node) -> list[str]:
+    """The names under which a call may be asked for: short, and with its module or namespace."""
+    target = node.target
+    if isinstance(target, str):
+        return [target]
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._opname, str(target), f"{target.namespace}.{target._opname}", f"{target.namespace}::{target._opname}"]
+    name = getattr(target, "__name__", type(target).__name__)
+    module = getattr(target, "__module__", None)
+    return [name, f"{module}.{name}"] if module else [name]
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, type]]:
+    """The modules around a node, outermost first, as (path below the root, class)."""
+    return [(_normalise(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def source_line(node: fx.Node) -> str | None:
+    """The line of the model that a node comes from."""
+    trace = node.meta.get("stack_trace") or ""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    return f"{found[-1][0]}:{found[-1][1]}" if found else None
+
+
+def _normalise(path: str) -> str:
+    """Dynamo's spelling of a module path -> the path below the root: L['self']._modules['layers'][0] -> layers.0"""
+    path = path.replace(".__dict__['_modules']", "").replace("._modules", "")
+    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
+    return re.sub(r"^[LG]\.[^.]*", "", path).strip(".")
+
+
+def _same_operator(target: Any, wanted: Any) -> bool:
+    """torch.ops.aten.mm stands for all its overloads; F.linear for torch._C._nn.linear, and the like."""
+    packet = getattr(target, "overloadpacket", None)
+    if packet is not None and packet is wanted:
+        return True
+    if isinstance(target, str):  # a method call: torch.Tensor.view, or torch.relu for x.relu()
+        return getattr(wanted, "__name__", None) == target and getattr(torch.Tensor, target, None) is wanted
+    name = getattr(wanted, "__name__", None)
+    return name is not None and getattr(target, "__name__", None) == name and _is_torch(target) and _is_torch(wanted)
+
+
+def _is_torch(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "torch").split(".")[0] == "torch"
+
+
+def _show(match: Any) -> str:
+    if isinstance(match, str):
+        return repr(match)
+    if isinstance(match, re.Pattern):
+        return f"re {match.pattern!r}"
+    return getattr(match, "__qualname__", None) or str(match)

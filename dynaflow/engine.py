@@ -1,0 +1,346 @@
+"""The way of the data: capture -> partition -> schedule -> check -> lower -> run.
+
+An Engine belongs to one compiled model. It turns each graph that Dynamo captures into a GraphRunner, which
+finds or makes the plan for the arguments at hand and runs it. Plans belong to a scheduler; operators, threads
+and streams to the engine, so another scheduler finds them ready.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.graph import BatchDims, CapturedGraph, make_batch_dynamic
+from dynaflow.capture.ops import OpGraph
+from dynaflow.capture.partition import partition
+from dynaflow.capture.probe import Contradiction, probe
+from dynaflow.capture.rules import SplitFunc, SplitModule
+from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, raised_at
+from dynaflow.lower.lower import Lowered, Lowerer, OnTask
+from dynaflow.lower.operators import Mode, Operators
+from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.schedule.check import check
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.plan import Plan
+from dynaflow.stats import Stats
+from dynaflow.verify import verified_run
+
+Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+Spaces = tuple[frozenset[sympy.Symbol], ...]
+
+
+class PlanReady(BaseException):
+    """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
+@dataclass(slots=True)
+class _Schedules:
+    """One scheduler and the plans it has made. Swapped as a whole, so a running call keeps what it started with."""
+
+    scheduler: OpSchedulerBase
+    rules: tuple[Any, ...] | None = None
+    graphs: dict[Any, OpGraph] = field(default_factory=dict)
+    plans: dict[Any, Lowered] = field(default_factory=dict)
+    facts_read: dict[Any, tuple[str, ...]] = field(default_factory=dict)
+    patterns: dict[Any, tuple[Plan, Mapping[str, Any]]] = field(default_factory=dict)
+    """By a scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
+
+    @property
+    def has_key(self) -> bool:
+        return type(self.scheduler).key is not OpSchedulerBase.key
+
+
+class _Local(threading.local):
+    """What belongs to the call that a thread is making."""
+
+    facts: Mapping[str, Any] | None = None
+    plan_only = False
+
+
+class _Restart(threading.local):
+    """Between the two captures of one frame: how to take back the marks that made its batch dynamic."""
+
+    undo: list[Callable[[], None]] | None = None
+
+
+_restart = _Restart()
+
+
+def take_marks_back() -> None:
+    for undo in _restart.undo or ():
+        undo()
+    _restart.undo = None
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: OpSchedulerBase,
+        *,
+        batch_dims: BatchDims | None = None,
+        operators: Mode = "inductor",
+        verify: bool = False,
+        check: bool = True,
+        facts: Facts | None = None,
+        on_task: OnTask | None = None,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
+        self.stats = Stats()
+        self.options: Mapping[str, Any] | None = None
+        self.operators = Operators(operators)
+        self.lowerer = Lowerer(self.operators, on_task)
+        self.local = _Local()
+        self._facts: Facts = facts or {}
+        self._schedules = _Schedules(_checked_scheduler(scheduler))
+        self._lock = threading.RLock()
+
+    def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
+        self._schedules = _Schedules(_checked_scheduler(scheduler))
+
+    def facts(self) -> Mapping[str, Any]:
+        base = self._facts() if callable(self._facts) else self._facts
+        return {**base, **self.local.facts} if self.local.facts else base
+
+    def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """What Dynamo calls with a captured graph."""
+        try:
+            if _restart.undo is None:
+                requests = len(self.facts().get("num_tokens") or ())
+                _restart.undo = make_batch_dynamic(gm, self.batch_dims, requests, self.parameters)
+                if _restart.undo:
+                    raise _torch.restart_capture()  # trace again, now that the batch may vary
+            take_marks_back()
+            graph = CapturedGraph(gm, self.parameters, self.batch_dims)
+        except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
+            take_marks_back()
+            return _Raiser(e)
+        self.stats.graphs += 1
+        self.stats.graph_breaks += graph.partial
+        return GraphRunner(self, graph)
+
+    # From arguments to a runnable plan
+
+    def find(self, runner: GraphRunner, args: tuple[Any, ...]) -> Lowered | None:
+        """The plan for these arguments; None when the graph can't be scheduled at all."""
+        schedules = self._schedules
+        sizes = runner.sizes(args)
+        facts = self.facts()
+        found = schedules.plans.get(self._key(schedules, runner, sizes, args, facts))
+        if found is not None:
+            self.stats.replays += 1
+            return found
+        with self._lock:
+            return self._make(schedules, runner, sizes, args, facts)
+
+    def _key(
+        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+    ) -> Any:
+        if schedules.has_key:
+            with self._lock:
+                graph, spaces, values = self._graph(schedules, runner, args, facts)
+                own = schedules.scheduler.key(self._context(graph, spaces, values, facts)) if graph else None
+            return (runner, sizes, "own", own)
+        names = schedules.facts_read.get((runner, sizes))
+        if not names:
+            return (runner, sizes)
+        return (runner, sizes, tuple(_frozen(facts.get(name)) for name in names))
+
+    def _make(
+        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+    ) -> Lowered | None:
+        key = self._key(schedules, runner, sizes, args, facts)
+        if key in schedules.plans:  # another thread made it meanwhile
+            return schedules.plans[key]
+        graph, spaces, values = self._graph(schedules, runner, args, facts)
+        if graph is None:
+            return None
+        ctx = self._context(graph, spaces, values, facts)
+        start = time.perf_counter()
+        pattern = schedules.patterns.get((runner, spaces, key[-1])) if schedules.has_key else None
+        if pattern is not None and len(pattern[0].micro_batches) <= ctx.batch_size:
+            plan, functions = ctx.resized(pattern[0]), pattern[1]
+        else:
+            plan, functions = self._schedule(schedules.scheduler, ctx)
+            if schedules.has_key and ctx.even_split is not None:
+                schedules.patterns[runner, spaces, key[-1]] = (plan, functions)
+        checked_at = time.perf_counter()
+        if self.check_plans:
+            check(plan, graph, ctx.batch_size)
+        lowered_at = time.perf_counter()
+        lowered = self.lowerer.lower(plan, graph, {**runner.graph.hints, **values}, functions)
+        end = time.perf_counter()
+        stats = self.stats
+        stats.schedule_seconds += checked_at - start
+        stats.check_seconds += lowered_at - checked_at
+        stats.lower_seconds += end - lowered_at
+        stats.plans += 1
+        stats.operators_compiled, stats.operators_shared = self.operators.compiled, self.operators.shared
+        if not schedules.has_key and ctx.facts.read:
+            known = schedules.facts_read.get((runner, sizes), ())
+            schedules.facts_read[runner, sizes] = tuple(sorted({*known, *ctx.facts.read}))
+            key = self._key(schedules, runner, sizes, args, facts)
+        schedules.plans[key] = lowered
+        return lowered
+
+    def _schedule(self, scheduler: OpSchedulerBase, ctx: ScheduleContext) -> tuple[Plan, Mapping[str, Any]]:
+        self.stats.scheduler_calls += 1
+        try:
+            result = scheduler.schedule(ctx)
+        except DynaFlowError:
+            raise
+        except Exception as e:
+            raise ScheduleError(
+                f"the scheduler {type(scheduler).__name__} raised {type(e).__name__}: {e}",
+                line=raised_at(e),
+                advice="mend schedule(); the original error is above",
+            ) from e
+        if isinstance(result, Plan):
+            return result, {t.replace: _imported(t.replace) for t in result.tasks if t.replace}
+        return ctx.finish(), ctx.functions
+
+    def _context(
+        self, graph: OpGraph, spaces: Spaces, values: Mapping[sympy.Symbol, int], facts: Mapping[str, Any]
+    ) -> ScheduleContext:
+        rows = values[next(iter(spaces[0]))] if spaces else 1
+        return ScheduleContext(
+            graph, batch_size=rows, has_batch=bool(spaces), device=graph.graph.device, facts=facts
+        )
+
+    def _graph(
+        self, schedules: _Schedules, runner: GraphRunner, args: Any, facts: Mapping[str, Any]
+    ) -> tuple[OpGraph | None, Spaces, dict[sympy.Symbol, int]]:
+        """The graph cut as the scheduler wants it, the symbols that stand for its batch, and their values."""
+        if runner.plain:
+            return None, (), {}
+        values = runner.graph.symbol_values(args)
+        spaces = runner.graph.batch_spaces(values, len(facts.get("num_tokens") or ()))
+        key = (runner, spaces)
+        if key not in schedules.graphs:
+            start = time.perf_counter()
+            if schedules.rules is None:
+                schedules.rules = _checked_rules(schedules.scheduler)
+            found = runner.probe(spaces)
+            if found is None:
+                self.stats.plain_graphs += 1
+                self.stats.plain_reasons.append(runner.plain or "")
+                return None, (), {}
+            complete = not self.stats.graph_breaks
+            graph = partition(runner.graph, found, schedules.rules, complete=complete)
+            schedules.graphs[key] = graph
+            self.stats.partitions += 1
+            self.stats.partition_seconds += time.perf_counter() - start
+        graph = schedules.graphs[key]
+        return graph, graph.spaces, values
+
+
+class GraphRunner:
+    """One captured graph, as Dynamo calls it."""
+
+    def __init__(self, engine: Engine, graph: CapturedGraph) -> None:
+        self.engine, self.graph = engine, graph
+        self.plain: str | None = None
+        """Why the graph runs plainly, if it does."""
+        self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None)
+        self._probes: dict[Spaces, Any] = {}
+
+    def sizes(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        return tuple([args[n] for n in self._numbers])
+
+    def probe(self, spaces: Spaces) -> Any:
+        """The facts of the graph's nodes; with no batch when none can be followed; None when all fails."""
+        if spaces not in self._probes:
+            try:
+                self._probes[spaces] = probe(self.graph, spaces)
+            except Contradiction as e:
+                self.plain = None if spaces else str(e)
+                self._probes[spaces] = self.probe(()) if spaces else None
+        return self._probes[spaces]
+
+    def __call__(self, *args: Any) -> Any:
+        engine = self.engine
+        lowered = engine.find(self, args)
+        if engine.local.plan_only:
+            if lowered is None:
+                raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")
+            raise PlanReady(lowered.plan)
+        if lowered is None:
+            return self.graph.gm(*args)
+        stats = engine.stats
+        stats.runs += 1
+        stats.sequential_runs += lowered.plan.sequential
+        stats.joined_bytes = lowered.joined_bytes
+        if engine.verify and not lowered.verified:
+            result = verified_run(lowered, args)
+            lowered.verified = True
+            stats.verified += 1
+            return result
+        return lowered(args)
+
+
+class _Raiser:
+    """Stands for a graph whose capture failed with an error of the user's."""
+
+    def __init__(self, error: DynaFlowError) -> None:
+        self.error = error
+
+    def __call__(self, *args: Any) -> Any:
+        raise self.error
+
+
+def _checked_scheduler(scheduler: Any) -> OpSchedulerBase:
+    if not isinstance(scheduler, OpSchedulerBase):
+        raise ScheduleError(
+            f"{scheduler!r} is no scheduler", advice="pass an instance of a subclass of dynaflow.OpSchedulerBase"
+        )
+    return scheduler
+
+
+def _checked_rules(scheduler: OpSchedulerBase) -> tuple[Any, ...]:
+    rules = tuple(scheduler.partition())
+    for rule in rules:
+        if not isinstance(rule, (SplitModule, SplitFunc)):
+            raise PartitionError(
+                f"{type(scheduler).__name__}.partition() returned {rule!r}",
+                advice="return a list of SplitModule and SplitFunc",
+            )
+    return rules
+
+
+def _frozen(fact: Any) -> Any:
+    """A fact as a dictionary key."""
+    if isinstance(fact, torch.Tensor):
+        return tuple(fact.flatten().tolist()), tuple(fact.shape)
+    if isinstance(fact, Mapping):
+        return tuple(sorted((k, _frozen(v)) for k, v in fact.items()))
+    if isinstance(fact, (list, tuple)):
+        return tuple(_frozen(v) for v in fact)
+    if isinstance(fact, (set, frozenset)):
+        return frozenset(_frozen(v) for v in fact)
+    return fact
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as e:
+        raise PlanError(
+            f"the plan calls {name}, which can't be imported",
+            advice="keep functions given as replace_func at the top level of a module",
+        ) from e
+    return found

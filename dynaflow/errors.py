@@ -1,0 +1,83 @@
+"""The mistakes a user can make, one class each.
+
+Every message says what happened, on which operator, at which line of the user's code, and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+
+
+class DynaFlowError(Exception):
+    """Base of all errors raised by dynaflow.
+
+    `op` is the operator concerned, `line` the user's line ("file.py:12"), `advice` what to do.
+    """
+
+    def __init__(self, what: str, *, op: str | None = None, line: str | None = None, advice: str = "") -> None:
+        self.op, self.line, self.advice = op, line, advice
+        text = what
+        if op is not None and op not in what:
+            text += f"\n  operator: {op}"
+        if line:
+            text += f"\n  at: {line}"
+        if advice:
+            text += f"\n  what to do: {advice}"
+        super().__init__(text)
+
+
+class PartitionError(DynaFlowError):
+    """The graph can't be cut as the rules say: a rule matches nothing, or the rules are malformed."""
+
+
+class SplitError(DynaFlowError):
+    """The batch can't be split like this: an operator mixes its rows, or the sizes don't fit it."""
+
+
+class ScheduleError(DynaFlowError):
+    """The scheduler made an impossible or incomplete schedule, or raised."""
+
+
+class PlanError(DynaFlowError):
+    """A plan is unsafe (race, cycle, missing work), malformed, or made for another graph."""
+
+
+class VerifyError(DynaFlowError):
+    """A plan computed something else than the plain model."""
+
+
+def user_line() -> str | None:
+    """The innermost line of the current call stack that lies outside this package and torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and "/torch/" not in name and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def raised_at(error: BaseException) -> str | None:
+    """The line of user code that raised `error`: the last frame outside this package."""
+    line, tb = None, error.__traceback__
+    while tb is not None:
+        name = tb.tb_frame.f_code.co_filename
+        if not name.startswith(_PACKAGE):
+            line = f"{name}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    return line
+
+
+def nearest(wanted: str, names: list[str], count: int = 5) -> list[str]:
+    """The names closest to `wanted`, best first: same ending first, then similar spelling."""
+    import difflib
+
+    stem = wanted.replace("*", "").strip(".")
+    by_end = [n for n in names if stem and stem.split(".")[-1] in n]
+    close = difflib.get_close_matches(stem or wanted, names, n=count, cutoff=0.3)
+    tails = {n.rsplit(".", 1)[-1]: n for n in names}
+    close += [tails[t] for t in difflib.get_close_matches(stem.split(".")[-1], list(tails), n=count, cutoff=0.5)]
+    return list(dict.fromkeys(by_end + close))[:count] or names[:count]

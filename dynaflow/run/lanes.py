@@ -1,0 +1,140 @@
+"""CPU lanes: worker threads, one for each lane name, and the call that runs a plan's lanes on them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from _thread import LockType, allocate_lock
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+Job = Callable[[], None]
+
+
+class LanePool:
+    """The worker threads of one compiled model. They end when it is gone."""
+
+    def __init__(self) -> None:
+        self._queues: list[SimpleQueue[Job | None]] = []
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _stop, self._queues)
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Job i goes to worker i. All at once, so that two callers' jobs stand in one order in every queue."""
+        with self._lock:
+            while len(self._queues) < len(jobs):
+                queue: SimpleQueue[Job | None] = SimpleQueue()
+                self._queues.append(queue)
+                name = f"dynaflow-lane-{len(self._queues)}"
+                threading.Thread(target=_work, args=(queue,), name=name, daemon=True).start()
+            for queue, job in zip(self._queues, jobs, strict=False):
+                queue.put(job)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _work(queue: SimpleQueue[Job | None]) -> None:
+    while (job := queue.get()) is not None:
+        job()
+        del job  # or an idle worker would keep the last call's tensors alive
+
+
+def _stop(queues: list[SimpleQueue[Job | None]]) -> None:
+    for queue in queues:
+        queue.put(None)
+
+
+class Call:
+    """One run of a plan over several lanes. A failure in one lane lets the others go, and is raised at the end."""
+
+    __slots__ = ("_locks", "_pool", "failed")
+
+    def __init__(self, pool: LanePool) -> None:
+        self._pool = pool
+        self._locks: list[LockType] = []
+        self.failed: list[BaseException] = []
+
+    def locks(self, count: int) -> list[LockType]:
+        """Closed gates: the waiting task acquires, the awaited one releases."""
+        self._locks = [allocate_lock() for _ in range(count)]
+        for lock in self._locks:
+            lock.acquire()
+        return self._locks
+
+    def run(self, lanes: tuple[Callable[[], None], ...]) -> None:
+        first, *others = lanes
+        state = ThreadState.now()
+        done = [allocate_lock() for _ in others]
+        for lock in done:
+            lock.acquire()
+        self._pool.submit([self._job(lane, lock, state) for lane, lock in zip(others, done, strict=True)])
+        try:
+            first()
+        except BaseException as e:
+            self._fail(e)
+        for lock in done:
+            lock.acquire()
+        if self.failed:
+            raise self.failed[0]
+
+    def _job(self, lane: Callable[[], None], done: LockType, state: ThreadState) -> Job:
+        def job() -> None:
+            try:
+                with state:
+                    lane()
+            except BaseException as e:
+                self._fail(e)
+            finally:
+                done.release()
+
+        return job
+
+    def _fail(self, error: BaseException) -> None:
+        self.failed.append(error)
+        for lock in self._locks:  # whoever waits, now or later, goes on, sees the failure and stops
+            if lock.locked():
+                try:
+                    lock.release()
+                except RuntimeError:
+                    pass  # its own task released it in between
+
+
+class ThreadState:
+    """What torch keeps per thread and a lane must share with its caller: grad, inference and autocast modes."""
+
+    __slots__ = ("_contexts", "autocast", "grad", "inference")
+
+    def __init__(self, grad: bool, inference: bool, autocast: list[tuple[str, torch.dtype]]) -> None:
+        self.grad, self.inference, self.autocast = grad, inference, autocast
+
+    @staticmethod
+    def now() -> ThreadState:
+        on = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+        return ThreadState(
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), [(d, torch.get_autocast_dtype(d)) for d in on]
+        )
+
+    def __enter__(self) -> None:
+        # One state serves all lanes of a call, so what a lane opens is kept by its own thread.
+        contexts: list[Any] = [torch.inference_mode(self.inference)] if self.inference else []
+        contexts.append(torch.set_grad_enabled(self.grad))
+        contexts += [torch.autocast(device, dtype=dtype) for device, dtype in self.autocast]
+        for context in contexts:
+            context.__enter__()
+        _open.contexts = contexts
+
+    def __exit__(self, *exc: Any) -> None:
+        for context in reversed(_open.contexts):
+            context.__exit__(*exc)
+        _open.contexts = []
+
+
+class _Open(threading.local):
+    contexts: list[Any] = []
+
+
+_open = _Open()

@@ -1,0 +1,168 @@
+"""Proves a plan safe before it runs, or says what is wrong with it.
+
+1. It was made for this graph and for a batch of this size.
+2. Its lanes, waits and micro-batches are well formed; no wait can go round in a circle.
+3. Every operator runs exactly once for every micro-batch, and none that mixes rows runs for a part of them.
+4. Any two tasks that touch the same bytes of memory, one of them writing, are ordered, and in the model's
+   order. A value is memory that its operator writes and others read, so this covers data as well.
+"""
+
+from __future__ import annotations
+
+from dynaflow.capture.ops import Op, OpGraph
+from dynaflow.errors import PlanError, SplitError
+from dynaflow.schedule.plan import Plan
+
+_REMAKE = "make the plan again with this model, scheduler and version"
+
+
+def check(plan: Plan, graph: OpGraph, batch_size: int) -> None:
+    if plan.graph != graph.fingerprint:
+        raise PlanError(f"the plan is for another graph ({plan.graph}, this is {graph.fingerprint})", advice=_REMAKE)
+    _check_micro_batches(plan, batch_size)
+    if plan.sequential:
+        return
+    _check_lanes(plan)
+    owner = _check_coverage(plan, graph)
+    _check_memory(plan, graph, owner)
+
+
+def _check_micro_batches(plan: Plan, batch_size: int) -> None:
+    row = request = 0
+    for i, m in enumerate(plan.micro_batches):
+        if m.index != i or m.start != row or m.stop <= m.start:
+            raise SplitError(
+                f"micro-batch {i} holds rows {m.start} to {m.stop}, but row {row} comes next",
+                advice="micro-batches follow one another without gaps, and none is empty",
+            )
+        if m.requests is not None and (m.requests[0] != request or m.requests[1] <= request):
+            raise SplitError(
+                f"micro-batch {i} holds requests {m.requests}, but request {request} comes next",
+                advice="micro-batches follow one another without gaps, and none is empty",
+            )
+        row, request = m.stop, (m.requests or (0, 0))[1]
+    if row != batch_size:
+        raise SplitError(
+            f"the plan splits {row} rows, but the batch has {batch_size}", advice="give sizes that add up to the batch"
+        )
+
+
+def _check_lanes(plan: Plan) -> None:
+    names = [lane.name for lane in plan.lanes]
+    if len(set(names)) < len(names):
+        raise PlanError(f"two lanes have one name: {names}", advice=_REMAKE)
+    for i, task in enumerate(plan.tasks):
+        if task.lane not in names:
+            raise PlanError(f"task {i} ({task}) is on lane {task.lane!r}, which the plan does not have", advice=_REMAKE)
+        for a in task.after:
+            if not 0 <= a < len(plan.tasks):
+                raise PlanError(f"task {i} ({task}) waits for task {a}, which does not exist", advice=_REMAKE)
+            if a >= i:
+                circle = "wait cycle" if _reaches(plan, a, i) else "wait for a task that is issued later"
+                raise PlanError(
+                    f"{circle}: task {i} ({task}) waits for task {a} ({plan.tasks[a]})",
+                    op=task.items[0].op if task.items else None,
+                    advice="a task may wait only for tasks listed before it",
+                )
+
+
+def _reaches(plan: Plan, start: int, goal: int) -> bool:
+    """Does `start` wait, through lanes and waits, for `goal`?"""
+    todo, seen = [start], set()
+    while todo:
+        i = todo.pop()
+        if i == goal:
+            return True
+        if i not in seen:
+            seen.add(i)
+            todo.extend(a for a in plan.tasks[i].after if a < len(plan.tasks))
+            todo.extend(j for j in range(i) if plan.tasks[j].lane == plan.tasks[i].lane)
+    return False
+
+
+def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
+    """For each operator and micro-batch: the task that runs it, and the place inside that task."""
+    everything = tuple(range(len(plan.micro_batches)))
+    owner: list[list[tuple[int, int] | None]] = [[None] * len(everything) for _ in graph.ops]
+    by_name = graph.by_name
+    for t, task in enumerate(plan.tasks):
+        if not task.items or (len(task.items) > 1 and task.replace is None):
+            raise PlanError(f"task {t} ({task}) has {len(task.items)} operators and no function", advice=_REMAKE)
+        for place, item in enumerate(task.items):
+            op = by_name.get(item.op)
+            if op is None:
+                raise PlanError(f"task {t} runs {item.op!r}, which the graph does not have", op=item.op, advice=_REMAKE)
+            if not op.splittable and item.micro_batches != everything:
+                raise _illegal_split(op)
+            for m in item.micro_batches:
+                if m not in everything:
+                    raise PlanError(f"task {t} runs {item} for a micro-batch that is not there", op=item.op, advice=_REMAKE)
+                taken = owner[op.index][m]
+                if taken is not None:
+                    raise PlanError(
+                        f"{item.op} runs twice for micro-batch {m}: in tasks {taken[0]} and {t}",
+                        op=item.op,
+                        line=op.line,
+                        advice="execute every operator once for each micro-batch",
+                    )
+                owner[op.index][m] = (t, place)
+    for op in graph.ops:
+        if None in owner[op.index]:
+            raise PlanError(
+                f"{op.name} never runs for micro-batch {owner[op.index].index(None)}",
+                op=op.name,
+                line=op.line,
+                advice="execute every operator once for each micro-batch",
+            )
+    return owner  # type: ignore[return-value]
+
+
+def _illegal_split(op: Op) -> SplitError:
+    why = op.refusal or "no row of the batch takes part in it, so it runs once"
+    return SplitError(
+        f"{op.name} can't run for a part of the batch: {why}",
+        op=op.name,
+        line=op.line,
+        advice="execute it for all micro-batches at once; or declare its rule splittable=True if every row is "
+        "treated by itself",
+    )
+
+
+def _check_memory(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]) -> None:
+    """Walks each storage's accesses in the model's order, a micro-batch at a time, and wants each pair ordered."""
+    before = plan.happens_before
+    parts = range(len(plan.micro_batches))
+    writer: dict[int, list[int]] = {}  # storage -> the op that wrote last, as often as there are micro-batches
+    readers: dict[int, list[int]] = {}
+    for op in graph.ops:
+        mine = owner[op.index]
+        spots = [(0, mine[0])] if not op.splittable else list(zip(parts, mine, strict=True))
+        for storage, writes in op.touches:
+            earlier = writer.get(storage, [])
+            if writes:
+                earlier = earlier + readers.get(storage, [])
+            for other in earlier:
+                theirs = owner[other]
+                for m, (task, place) in spots:
+                    # An operator that runs whole meets every part of the other.
+                    for k in parts if not op.splittable else (m,):
+                        first, first_place = theirs[k]
+                        if not (before[task] >> first & 1) and not (first == task and first_place < place):
+                            raise _race(plan, graph, other, op, storage, first, task)
+            if writes:
+                writer[storage], readers[storage] = [op.index], []
+            else:
+                readers.setdefault(storage, []).append(op.index)
+
+
+def _race(plan: Plan, graph: OpGraph, first: int, op: Op, storage: int, task: int, mine: int) -> PlanError:
+    one = graph.ops[first]
+    value = next((v.name for v in graph.values if v.storage == storage), None)
+    what = f"the memory of {value!r}" if value else "the random generator" if storage < 0 else "the same memory"
+    return PlanError(
+        f"race: {one.name} (task {task}, lane {plan.tasks[task].lane}) must end before {op.name} (task {mine}, lane "
+        f"{plan.tasks[mine].lane}) starts, since both touch {what} and one writes it; nothing orders them so",
+        op=op.name,
+        line=op.line,
+        advice=f"let task {mine} wait for task {task}, or put both on one lane in that order",
+    )

@@ -1,0 +1,451 @@
+"""What a scheduler sees and may ask. It records; nothing runs here."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dynaflow.capture.ops import Op, OpGraph
+from dynaflow.errors import ScheduleError, SplitError, user_line
+from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
+
+DEFAULT_LANE = "main"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpItem:
+    """An operator for one micro-batch; for all of them when the operator can't be split or has no batch."""
+
+    op: Op
+    micro_batch: MicroBatch
+    micro_batches: tuple[int, ...]
+    """Indices of the micro-batches that it covers."""
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    @property
+    def tags(self) -> frozenset[str]:
+        return self.op.tags
+
+    def __str__(self) -> str:
+        return f"{self.name}[{','.join(map(str, self.micro_batches))}]"
+
+
+class Facts(Mapping[str, Any]):
+    """Free-form facts from the host system. Remembers which were read: the plan depends on those."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self._facts = facts
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return self._facts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+
+class ScheduleContext:
+    """The batch at hand, the operators, and the record of what the scheduler wants done with them."""
+
+    def __init__(
+        self, graph: OpGraph, *, batch_size: int, has_batch: bool, device: torch.device, facts: Mapping[str, Any]
+    ) -> None:
+        self.batch_size = batch_size
+        """Rows in the batch (tokens, when it is ragged); 1 when the graph has no batch."""
+        self.ops: tuple[Op, ...] = graph.ops
+        self.device = device
+        self.facts = Facts(facts)
+        self.micro_batches: tuple[MicroBatch, ...] = (MicroBatch(index=0, start=0, stop=batch_size),)
+        self.even_split: int | None = 1
+        """How many equal parts were asked for; None when sizes were given: those fit one batch size only."""
+        self.functions: dict[str, Callable[..., Any]] = {}
+        self._graph, self._has_batch = graph, has_batch
+        self._sequential = False
+        self._tasks: list[Task] = []
+        self._masks: list[int] = []
+        self._last_on: dict[str, int] = {}
+        self._owner: dict[tuple[int, int], int] = {}  # (op, micro-batch) -> task
+        self._missing: dict[tuple[int, int], int] | None = None
+        self._ready: list[tuple[int, int]] = []
+        self._idle_asks = 0
+
+    # What a scheduler calls
+
+    def sequential(self) -> None:
+        """Run the uncut graph."""
+        if self._tasks:
+            raise ScheduleError(
+                f"sequential() after {len(self._tasks)} execute() calls",
+                line=user_line(),
+                advice="decide for sequential() before executing anything",
+            )
+        self._sequential = True
+
+    def split(self, parts: int | Sequence[int]) -> tuple[MicroBatch, ...]:
+        """Cut the batch: into `parts` of about equal size, or into the sizes given.
+
+        When `facts["num_tokens"]` gives the lengths of packed requests, cuts fall between requests, and sizes
+        count requests (or tokens, if they end at request boundaries).
+        """
+        if self._missing is not None:
+            raise ScheduleError(
+                "split() after get_ready_ops() or execute()", line=user_line(), advice="split first, then execute"
+            )
+        self._require_batch()
+        sizes = [parts] if isinstance(parts, int) else list(parts)
+        if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+            raise SplitError(
+                f"split({parts!r}): a micro-batch can't be empty", line=user_line(), advice="pass positive numbers"
+            )
+        tokens = self.facts.get("num_tokens")
+        if tokens is not None:
+            self.micro_batches = self._split_requests(parts, [int(t) for t in tokens])
+        else:
+            self.micro_batches = _split_rows(parts, self.batch_size)
+        self.even_split = parts if isinstance(parts, int) and tokens is None else None
+        return self.micro_batches
+
+    def get_ready_ops(self) -> list[OpItem]:
+        """All operators, of all micro-batches, whose predecessors have been executed. Empty when all are done."""
+        self._start()
+        self._idle_asks += 1
+        if self._idle_asks > 1000 + len(self.ops) * len(self.micro_batches):
+            raise ScheduleError(
+                f"get_ready_ops() was called {self._idle_asks - 1} times with nothing executed in between",
+                op=self.ops[self._ready[0][0]].name if self._ready else None,
+                line=user_line(),
+                advice="execute at least one of the operators that it returns",
+            )
+        return [self._item(self.ops[o], m) for o, m in self._ready]
+
+    def items(self, op: Op | str) -> list[OpItem]:
+        """The executions of an operator, ready or not: one per micro-batch, or a single one. For fusions."""
+        self._start()
+        found = self._graph.by_name.get(op) if isinstance(op, str) else op
+        if found is None:
+            raise ScheduleError(
+                f"no operator named {op!r}", line=user_line(), advice="names are those of ctx.ops"
+            )
+        return [self._item(found, m) for m in (range(len(self.micro_batches)) if found.splittable else (0,))]
+
+    def execute(
+        self,
+        ops: OpItem | Sequence[OpItem],
+        lane: str = DEFAULT_LANE,
+        replace_func: Callable[..., Any] | None = None,
+    ) -> None:
+        """Run one ready operator; several micro-batches of one operator, merged; or a fusion.
+
+        A fusion calls `replace_func` in place of the given items. It gets what they read and no earlier one of
+        them made: item by item, in the order of `signature(items)`; and returns what they make and others use,
+        in the same manner, as a tensor or a tuple. Writes that the items do in place are its duty as well.
+        """
+        self._start()
+        items = [ops] if isinstance(ops, OpItem) else list(ops)
+        self._check_call(items, lane, replace_func)
+        fused = replace_func is not None
+        merged = items if fused else [_merge(items)]
+        deps: set[int] = set()
+        for item in merged:
+            for before in self._before(item):
+                owner = self._owner.get(before)
+                if owner is None:
+                    raise self._not_ready(item, before)
+                deps.add(owner)
+            self._mark_done(item, len(self._tasks))
+        deps.discard(len(self._tasks))
+        name = _function_name(replace_func) if replace_func else None
+        if replace_func and name:
+            self.functions[name] = replace_func
+        self._record(tuple(Item(op=i.name, micro_batches=i.micro_batches) for i in merged), lane, deps, name)
+        self._idle_asks = 0
+
+    def signature(self, items: Sequence[OpItem]) -> tuple[list[str], list[str]]:
+        """The names of what a fusion of `items` gets and returns, in order."""
+        reads, writes = fusion_values(self._graph, [(i.op, i.micro_batches) for i in items])
+        names = self._graph.values
+        return [names[v].name for v, _ in reads], [names[v].name for v, _ in writes]
+
+    # What becomes of it
+
+    def finish(self) -> Plan:
+        """The plan that the scheduler has described."""
+        if self._sequential or (not self._tasks and not self.ops):
+            whole = (MicroBatch(index=0, start=0, stop=self.batch_size),)
+            return Plan(graph=self._graph.fingerprint, micro_batches=whole, lanes=(), tasks=())
+        self._start()
+        left = [op for op in self.ops if any((op.index, m) not in self._owner for m in self._units(op))]
+        if left:
+            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+            raise ScheduleError(
+                f"operator {left[0].name!r} was never executed{more}",
+                op=left[0].name,
+                line=left[0].line,
+                advice="execute what get_ready_ops() returns until it returns nothing, or return ctx.sequential()",
+            )
+        lanes = tuple(Lane(name=name) for name in self._last_on)
+        return Plan(
+            graph=self._graph.fingerprint, micro_batches=self.micro_batches, lanes=lanes, tasks=tuple(self._tasks)
+        )
+
+    def resized(self, plan: Plan) -> Plan:
+        """The same decisions for this context's batch: the same number of equal parts, in the same order."""
+        parts = len(plan.micro_batches)
+        return replace(plan, micro_batches=_split_rows(parts, self.batch_size), code="")
+
+    # Inside
+
+    def _start(self) -> None:
+        """From the first question on, the split is fixed: count what each execution waits for."""
+        if self._missing is not None:
+            return
+        self._missing = {}
+        for op in self.ops:
+            for m in self._units(op):
+                count = len(set(self._before(self._item(op, m))))
+                self._missing[op.index, m] = count
+                if not count:
+                    bisect.insort(self._ready, (op.index, m))
+        self._users: list[list[Op]] = [[] for _ in self.ops]
+        for op in self.ops:
+            for a in op.after:
+                self._users[a].append(op)
+
+    def _units(self, op: Op) -> range:
+        return range(len(self.micro_batches)) if op.splittable else range(1)
+
+    def _item(self, op: Op, m: int) -> OpItem:
+        if op.splittable:
+            return OpItem(op=op, micro_batch=self.micro_batches[m], micro_batches=(m,))
+        whole = MicroBatch(index=0, start=0, stop=self.batch_size)
+        return OpItem(op=op, micro_batch=whole, micro_batches=tuple(range(len(self.micro_batches))))
+
+    def _before(self, item: OpItem) -> list[tuple[int, int]]:
+        found = []
+        for a in item.op.after:
+            if not self.ops[a].splittable:
+                found.append((a, 0))
+            else:
+                found.extend((a, m) for m in item.micro_batches)
+        return found
+
+    def _mark_done(self, item: OpItem, task: int) -> None:
+        assert self._missing is not None
+        for m in item.micro_batches if item.op.splittable else (0,):
+            unit = (item.op.index, m)
+            self._owner[unit] = task
+            if unit in self._ready:
+                self._ready.remove(unit)
+            for user in self._users[item.op.index]:
+                units = [m] if user.splittable and item.op.splittable else list(self._units(user))
+                for u in units:
+                    self._missing[user.index, u] -= 1
+                    if not self._missing[user.index, u] and (user.index, u) not in self._owner:
+                        bisect.insort(self._ready, (user.index, u))
+
+    def _record(self, items: tuple[Item, ...], lane: str, deps: set[int], function: str | None) -> None:
+        last = self._last_on.get(lane)
+        mask = 0 if last is None else self._masks[last] | 1 << last
+        waits = []
+        for dep in sorted(deps, reverse=True):  # the latest implies most
+            if not mask >> dep & 1:
+                waits.append(dep)
+                mask |= self._masks[dep] | 1 << dep
+        self._last_on[lane] = len(self._tasks)
+        self._masks.append(mask)
+        self._tasks.append(Task(items=items, lane=lane, after=tuple(sorted(waits)), replace=function))
+
+    def _check_call(self, items: list[OpItem], lane: str, replace_func: Callable[..., Any] | None) -> None:
+        line = user_line()
+        if self._sequential:
+            raise ScheduleError("execute() after sequential()", line=line, advice="call one or the other")
+        if not items or not all(isinstance(i, OpItem) for i in items):
+            raise ScheduleError(
+                f"execute() got {items[0]!r}" if items else "execute() got no operator",
+                line=line,
+                advice="pass what get_ready_ops() returned: one item, or a list of them",
+            )
+        if not isinstance(lane, str) or not lane:
+            raise ScheduleError(f"lane={lane!r} is no name", op=items[0].name, line=line, advice='pass a name: "compute"')
+        for item in items:
+            if any((item.op.index, m) in self._owner for m in (item.micro_batches if item.op.splittable else (0,))):
+                raise ScheduleError(
+                    f"operator {item} was executed already",
+                    op=item.name,
+                    line=line,
+                    advice="execute every item that get_ready_ops() returns once; ask again after executing",
+                )
+        if len({(i.name, i.micro_batches) for i in items}) < len(items):
+            raise ScheduleError(
+                f"operator {items[0]} is given twice", op=items[0].name, line=line, advice="name every item once"
+            )
+        if replace_func is None and len({i.name for i in items}) > 1:
+            raise ScheduleError(
+                f"execute() got different operators ({items[0].name}, {items[-1].name}) without replace_func",
+                op=items[0].name,
+                line=line,
+                advice="execute each by itself, or pass replace_func= to fuse them",
+            )
+        if replace_func is not None:
+            self._check_chain(items, line)
+
+    def _check_chain(self, items: list[OpItem], line: str | None) -> None:
+        inside = {i.op.index for i in items}
+        for n, item in enumerate(items):
+            alone = all(i.op is item.op for i in items)
+            linked = any(
+                (a.op.index in item.op.after or item.op.index in a.op.after)
+                and (set(a.micro_batches) & set(item.micro_batches))
+                for a in items[:n] + items[n + 1 :]
+            )
+            if not alone and not linked:
+                other = next(i for i in inside if i != item.op.index)
+                raise ScheduleError(
+                    f"operator {item} does not chain with the others of its fusion ({self.ops[other].name}, ...)",
+                    op=item.name,
+                    line=line,
+                    advice="fuse operators where each uses a result of another, for the same micro-batch",
+                )
+
+    def _not_ready(self, item: OpItem, before: tuple[int, int]) -> ScheduleError:
+        op = self.ops[before[0]]
+        return ScheduleError(
+            f"operator {item} is not ready: {op.name}[{before[1]}] comes before it and was not executed",
+            op=item.name,
+            line=user_line(),
+            advice="execute only what get_ready_ops() returns",
+        )
+
+    def _require_batch(self) -> None:
+        if not self._has_batch:
+            raise SplitError(
+                "the graph has no batch to split: no input keeps a dimension that may change",
+                line=user_line(),
+                advice='say which inputs carry it, batch_dims={"x": 0}; or the model fixes its batch: use sequential()',
+            )
+        if not any(op.splittable for op in self.ops):
+            op = next((op for op in self.ops if op.refusal), None)
+            why = f": {op.name} mixes the rows of the batch ({op.refusal})" if op else ""
+            raise SplitError(
+                f"no operator of this graph can be split{why}",
+                op=op.name if op else None,
+                line=op.line if op else user_line(),
+                advice="cut around that operator with SplitModule, SplitFunc or mark, so that it alone stays whole; "
+                "or declare it splittable=True if every row is treated by itself",
+            )
+
+    def _split_requests(self, parts: int | Sequence[int], tokens: list[int]) -> tuple[MicroBatch, ...]:
+        line = user_line()
+        if sum(tokens) != self.batch_size:
+            raise SplitError(
+                f'facts["num_tokens"] adds up to {sum(tokens)}, but the batch has {self.batch_size} tokens',
+                line=line,
+                advice="give the length of every request in the batch",
+            )
+        ends = [sum(tokens[: i + 1]) for i in range(len(tokens))]
+        if isinstance(parts, int):
+            if parts > len(tokens):
+                raise SplitError(
+                    f"split({parts}) of {len(tokens)} requests leaves a micro-batch empty",
+                    line=line,
+                    advice=f"split into at most {len(tokens)}",
+                )
+            cuts, first = [], 1
+            for k in range(1, parts):  # the boundary nearest to an equal share that leaves enough for the rest
+                choices = range(first, len(tokens) - (parts - k) + 1)
+                cut = min(choices, key=lambda c: abs(ends[c - 1] - self.batch_size * k / parts))
+                cuts.append(cut)
+                first = cut + 1
+            counts = [b - a for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
+        elif sum(parts) == len(tokens):
+            counts = list(parts)
+        else:
+            totals = [sum(parts[: i + 1]) for i in range(len(parts))]
+            if totals[-1] != self.batch_size or not all(t in ends for t in totals):
+                raise SplitError(
+                    f"split({list(parts)}) does not end at request boundaries",
+                    line=line,
+                    advice=f"sizes count requests ({len(tokens)} in all), or tokens up to one of {ends}",
+                )
+            counts = [ends.index(b) - (ends.index(a) if a else -1) for a, b in zip([0, *totals], totals, strict=False)]
+        result, request, row = [], 0, 0
+        for i, count in enumerate(counts):
+            rows = sum(tokens[request : request + count])
+            if not rows:
+                raise SplitError(
+                    f"micro-batch {i} would hold no token", line=line, advice="leave out requests without tokens"
+                )
+            result.append(MicroBatch(index=i, start=row, stop=row + rows, requests=(request, request + count)))
+            request, row = request + count, row + rows
+        return tuple(result)
+
+
+def fusion_values(
+    graph: OpGraph, items: Sequence[tuple[Op, tuple[int, ...]]]
+) -> tuple[list[tuple[int, tuple[int, ...]]], list[tuple[int, tuple[int, ...]]]]:
+    """What a fused call gets, and returns: (value, micro-batches), item by item, each once."""
+    made: set[tuple[int, int]] = set()
+    reads: list[tuple[int, tuple[int, ...]]] = []
+    writes: list[tuple[int, tuple[int, ...]]] = []
+    for op, ms in items:
+        for v in op.reads:
+            if not all((v, m) in made for m in ms) and (v, ms) not in reads:
+                reads.append((v, ms))
+        made.update((v, m) for v in op.writes for m in ms)
+    inside = {op.index for op, _ in items}
+    for op, ms in items:
+        for v in op.writes:
+            users = [u for u in graph.ops if v in u.reads]
+            if v in graph.outputs or any(u.index not in inside for u in users) or _partly(items, users, ms):
+                writes.append((v, ms))
+    return reads, writes
+
+
+def _partly(items: Sequence[tuple[Op, tuple[int, ...]]], users: list[Op], ms: tuple[int, ...]) -> bool:
+    """A user of the value is in the fusion, but not for all of these micro-batches."""
+    covered = {(op.index, m) for op, mm in items for m in mm}
+    return any((u.index, m) not in covered for u in users for m in ms)
+
+
+def _split_rows(parts: int | Sequence[int], rows: int) -> tuple[MicroBatch, ...]:
+    if isinstance(parts, int):
+        if parts > rows:
+            raise SplitError(
+                f"split({parts}) of a batch of {rows} leaves a micro-batch empty",
+                line=user_line(),
+                advice=f"split into at most {rows}",
+            )
+        sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
+    else:
+        sizes = list(parts)
+        if sum(sizes) != rows:
+            raise SplitError(
+                f"split({sizes}) adds up to {sum(sizes)}, but the batch has {rows} rows",
+                line=user_line(),
+                advice="give sizes that add up to ctx.batch_size",
+            )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(MicroBatch(index=i, start=a, stop=a + n) for i, (a, n) in enumerate(zip(starts, sizes, strict=True)))
+
+
+def _merge(items: list[OpItem]) -> OpItem:
+    if len(items) == 1:
+        return items[0]
+    indices = tuple(sorted(m for i in items for m in i.micro_batches))
+    return OpItem(op=items[0].op, micro_batch=items[0].micro_batch, micro_batches=indices)
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    module = getattr(function, "__module__", None) or "__main__"
+    return f"{module}:{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -1,0 +1,187 @@
+"""A schedule as plain data: immutable, hashable, printable, JSON in and out.
+
+Everything about a schedule can be answered from its Plan, with no device and no model. The order of
+`tasks` is the order in which the host issues them, and on each lane the order in which they run. `after`
+holds the waits between lanes, and only those that the lanes' own order does not already imply.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from dynaflow.errors import PlanError
+
+FORMAT = 1
+SEQUENTIAL = "(whole model)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """A slice of the batch: rows [start, stop), and the requests it holds when the batch is ragged."""
+
+    index: int
+    start: int
+    stop: int
+    requests: tuple[int, int] | None = None
+    """Half-open range of requests, when the batch is tokens packed from several requests."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.index}: rows {self.start}-{self.stop - 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A named stream on CUDA, a worker thread on CPU. The first lane of a plan is the caller's own."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One operator for one micro-batch, or for several merged."""
+
+    op: str
+    micro_batches: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op}[{','.join(map(str, self.micro_batches))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One execution on a lane: an item, or several fused into `replace`."""
+
+    items: tuple[Item, ...]
+    lane: str
+    after: tuple[int, ...] = ()
+    """Earlier tasks, on other lanes, that this one waits for."""
+    replace: str | None = None
+    """The function called in place of the items, as `module:qualname`."""
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.items)) + (f" -> {self.replace}" if self.replace else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What runs, where, and after what. `tasks` is empty in a sequential plan: the uncut graph runs."""
+
+    graph: str
+    """Fingerprint of the partitioned graph that this plan is for."""
+    micro_batches: tuple[MicroBatch, ...]
+    lanes: tuple[Lane, ...]
+    tasks: tuple[Task, ...]
+    code: str = field(default="", compare=False, repr=False)
+    """The generated function that runs the plan; filled in when the plan is lowered."""
+
+    @property
+    def sequential(self) -> bool:
+        return not self.tasks
+
+    @property
+    def batch_size(self) -> int:
+        return self.micro_batches[-1].stop
+
+    @cached_property
+    def happens_before(self) -> tuple[int, ...]:
+        """For each task, a bit mask of the tasks that are certain to have ended when it starts."""
+        return happens_before(self.tasks)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(str(m.size) for m in self.micro_batches)
+        head = f"Plan: batch of {self.batch_size} as [{sizes}]"
+        if self.sequential:
+            return head + ", in sequence: the uncut graph"
+        lines = [head + f", {len(self.tasks)} tasks on lanes {', '.join(lane.name for lane in self.lanes)}"]
+        number, lane = len(str(len(self.tasks))), max(len(lane.name) for lane in self.lanes)
+        for i, task in enumerate(self.tasks):
+            wait = f"   after {', '.join(map(str, task.after))}" if task.after else ""
+            lines.append(f"{i:>{number}}  {task.lane:<{lane}}  {task}{wait}")
+        return "\n".join(lines)
+
+    def to_json(self, indent: int | None = None) -> str:
+        data = {"format": FORMAT, **asdict(self)}
+        del data["code"]
+        return json.dumps(data, indent=indent)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        try:
+            data = json.loads(text)
+        except (json.JSONDecodeError, TypeError) as e:
+            raise PlanError(f"not a plan: the text is no JSON ({e})", advice="pass what Plan.to_json() gave") from e
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise PlanError(
+                f"not a plan of format {FORMAT} (found {found!r})",
+                advice="make the plan again with this version of dynaflow",
+            )
+        return _parse(data)
+
+
+def happens_before(tasks: Iterable[Task]) -> tuple[int, ...]:
+    """Bit i of entry j is set when task i is certain to have ended before task j starts."""
+    masks: list[int] = []
+    last_on: dict[str, int] = {}
+    for j, task in enumerate(tasks):
+        mask = 0
+        previous = last_on.get(task.lane)
+        if previous is not None:
+            mask = masks[previous] | 1 << previous
+        for i in task.after:
+            if 0 <= i < j:  # a wait for a later task orders nothing; the check refuses it
+                mask |= masks[i] | 1 << i
+        masks.append(mask)
+        last_on[task.lane] = j
+    return tuple(masks)
+
+
+def _parse(data: dict[str, Any]) -> Plan:
+    where = "plan"
+    try:
+        micro_batches = []
+        for i, m in enumerate(data["micro_batches"]):
+            where = f"micro_batches[{i}]"
+            requests = None if m.get("requests") is None else (_int(m["requests"][0]), _int(m["requests"][1]))
+            micro_batches.append(
+                MicroBatch(index=_int(m["index"]), start=_int(m["start"]), stop=_int(m["stop"]), requests=requests)
+            )
+        where = "lanes"
+        lanes = tuple(Lane(name=_str(lane["name"])) for lane in data["lanes"])
+        tasks = []
+        for i, t in enumerate(data["tasks"]):
+            where = f"tasks[{i}]"
+            items = tuple(
+                Item(op=_str(item["op"]), micro_batches=tuple(_int(m) for m in item["micro_batches"]))
+                for item in t["items"]
+            )
+            replace = None if t.get("replace") is None else _str(t["replace"])
+            after = tuple(_int(a) for a in t["after"])
+            tasks.append(Task(items=items, lane=_str(t["lane"]), after=after, replace=replace))
+        where = "graph"
+        graph = _str(data["graph"])
+    except (KeyError, TypeError, IndexError, AttributeError) as e:
+        raise PlanError(f"malformed plan: {where}: {e!r}", advice="pass what Plan.to_json() gave, unedited") from e
+    if not micro_batches:
+        raise PlanError("malformed plan: no micro-batch", advice="pass what Plan.to_json() gave, unedited")
+    return Plan(graph=graph, micro_batches=tuple(micro_batches), lanes=lanes, tasks=tuple(tasks))
+
+
+def _int(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected an integer, found {value!r}")
+    return value
+
+
+def _str(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, found {value!r}")
+    return value

@@ -1,0 +1,42 @@
+"""Counters: what a compiled model did, so that a fast path not taken can be seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    graphs: int = 0
+    """Graphs captured."""
+    graph_breaks: int = 0
+    """Graphs that end where the model can't be captured; the code in between runs plainly."""
+    plain_graphs: int = 0
+    """Graphs that could not be analysed and run plainly."""
+    plain_reasons: list[str] = field(default_factory=list)
+    partitions: int = 0
+    """Times that a graph was cut."""
+    scheduler_calls: int = 0
+    """Calls of the user's schedule()."""
+    plans: int = 0
+    """Plans made, checked and lowered."""
+    runs: int = 0
+    """Graphs run under a plan, the first use of each included."""
+    replays: int = 0
+    """Of those, runs of a plan that was there already."""
+    sequential_runs: int = 0
+    """Of the runs, those of the uncut graph."""
+    verified: int = 0
+    """Plans compared with the plain model."""
+    operators_compiled: int = 0
+    operators_shared: int = 0
+    """Operators that found an equal one compiled."""
+    joined_bytes: int = 0
+    """Bytes copied to join micro-batches, in the last run."""
+    partition_seconds: float = 0.0
+    schedule_seconds: float = 0.0
+    check_seconds: float = 0.0
+    lower_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(f"{f.name:20} {getattr(self, f.name)}" for f in fields(self))

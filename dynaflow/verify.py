@@ -1,0 +1,111 @@
+"""The first run of a plan beside the plain model: every output and every written input must agree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_iter
+
+from dynaflow.errors import VerifyError
+
+if TYPE_CHECKING:
+    from dynaflow.capture.ops import OpGraph
+    from dynaflow.lower.lower import Lowered
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Largest difference allowed, relative to the largest magnitude: kernels for other shapes add in other orders."""
+
+
+def verified_run(lowered: Lowered, args: tuple[Any, ...]) -> Any:
+    """Runs the plan and returns its results; raises VerifyError if the plain model gives others."""
+    graph = lowered.graph.graph
+    plain_args, spare_args = _copy(args), _copy(args)
+    rng = torch.get_rng_state()
+    with torch.no_grad():
+        expected = graph.gm(*plain_args)
+    torch.set_rng_state(rng)
+    result = lowered(args)
+    pairs = [(f"result {i}", e, r) for i, (e, r) in enumerate(zip(tree_iter(expected), tree_iter(result), strict=True))]
+    pairs += [
+        (f"input {given.name!r} after the call", e, a)
+        for given, e, a in zip(graph.inputs, plain_args, args, strict=True)
+        if given.shape is not None
+    ]
+    for what, e, r in pairs:
+        if (problem := difference(e, r)) is not None:
+            raise _explain(lowered, spare_args, what, problem)
+    return result
+
+
+def difference(expected: Any, found: Any) -> str | None:
+    """How two results differ, or None."""
+    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return None if expected == found else f"{found!r} instead of {expected!r}"
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return f"{found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
+    e, f = expected.detach(), found.detach()
+    if not e.is_floating_point():
+        return None if torch.equal(e, f) else f"{int((e != f).sum())} of {e.numel()} elements differ"
+    bad = (e.isnan() != f.isnan()) | (e.isinf() != f.isinf())
+    if bad.any():
+        return f"{int(bad.sum())} of {e.numel()} elements are finite in one and not in the other"
+    finite = e.isfinite()
+    if not finite.any():
+        return None
+    gap = (e - f)[finite].abs().max().item()
+    scale = max(1.0, e[finite].abs().max().item())
+    return None if gap <= TOLERANCE.get(e.dtype, 1e-4) * scale else f"off by up to {gap:.3g} (values up to {scale:.3g})"
+
+
+def _explain(lowered: Lowered, args: tuple[Any, ...], what: str, problem: str) -> VerifyError:
+    """Finds the first operator whose result differs, by running the operators one after the other."""
+    advice = "if one of its rules says splittable=True, or a replace_func stands for it, that is the first suspect"
+    if lowered.all_values is not None:
+        expected = _plain_values(lowered.graph, _copy(args))
+        found = lowered.all_values(args)
+        for op in lowered.graph.ops:
+            for v in op.writes:
+                if v in found and (gap := difference(expected[v], found[v])) is not None:
+                    return VerifyError(
+                        f"{what} differs from the plain model's ({problem}); the first operator that differs is "
+                        f"{op.name}: its {lowered.graph.values[v].name!r} is {gap}",
+                        op=op.name,
+                        line=op.line,
+                        advice=advice,
+                    )
+        advice = "no operator differs by itself: something outside the graph's knowledge is shared between lanes"
+    return VerifyError(f"{what} differs from the plain model's: {problem}", advice=advice)
+
+
+def _plain_values(graph: OpGraph, args: tuple[Any, ...]) -> dict[int, Any]:
+    """Every value between operators, from a run of the uncut graph."""
+    wanted = {v.name: v.index for v in graph.values if v.input is None}
+    found: dict[int, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if n.name in wanted:
+                found[wanted[n.name]] = result
+            return result
+
+    with torch.no_grad():
+        Recorder(graph.graph.gm).run(*args)
+    return found
+
+
+def _copy(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copies of all tensors; those that shared memory share it again."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = []
+    for arg in args:
+        if not isinstance(arg, torch.Tensor):
+            copies.append(arg)
+            continue
+        storage = arg.untyped_storage()
+        made = storages.setdefault(storage._cdata, storage.clone())
+        empty = torch.empty(0, dtype=arg.dtype, device=arg.device)
+        copies.append(empty.set_(made, arg.storage_offset(), arg.size(), arg.stride()))  # type: ignore[call-overload]
+    return tuple(copies)
