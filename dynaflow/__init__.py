@@ -8,11 +8,13 @@ from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import OpItem, ScheduleContext
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
+from dynaflow.view.text import draw
+from dynaflow.view.timeline import Timeline
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CompiledModel", "DynaFlowError", "Item", "Lane", "MicroBatch", "Op", "OpItem", "OpSchedulerBase",
     "PartitionError", "Plan", "PlanError", "ScheduleContext", "ScheduleError", "Sequential", "SplitError",
-    "SplitFunc", "SplitModule", "Task", "VerifyError", "check", "compile", "mark",
+    "SplitFunc", "SplitModule", "Task", "Timeline", "VerifyError", "check", "compile", "draw", "mark",
 ]

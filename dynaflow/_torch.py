@@ -67,6 +67,13 @@ def expression(size: Any) -> sympy.Expr:
     return sympy.Integer(size)
 
 
+def hinted(value: Any) -> Any:
+    """A symbolic number as the number it was at capture, if that is known; anything else as it is."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.has_hint():
+        return value.node.hint
+    return value
+
+
 def hint(size: Any) -> int:
     """The value that a SymInt had when the graph was captured."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -153,9 +155,13 @@ def _signature(model: Any) -> tuple[str, ...]:
 def _own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
     """A function with code and globals of its own that calls the model.
 
-    Dynamo keeps what it compiles with a function's code, and counts recompiles there: models of one class would
-    share both, and outlive their compiled object.
+    Dynamo keeps what it compiles with a function's code, counts recompiles there, and remembers by file name and
+    line which sizes have changed: models would share all of it, and outlive their compiled object.
     """
     names: dict[str, Any] = {"model": model, "__name__": "dynaflow.call", "__builtins__": __builtins__}
-    exec("def call(*args, **kwargs):\n    return model(*args, **kwargs)\n", names)
+    source = "def call(*args, **kwargs):\n    return model(*args, **kwargs)\n"
+    exec(builtins.compile(source, f"<dynaflow call {next(_numbers)}>", "exec"), names)
     return names["call"]
+
+
+_numbers = itertools.count()

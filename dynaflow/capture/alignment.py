@@ -160,7 +160,8 @@ def settle(call: Call, signature: Signature) -> Dims | Refusal:
     for tensor in call.inputs():
         listed[id(tensor)] -= 1  # a tensor may be given twice, and listed only once
         if listed[id(tensor)] < 0 and call.dim_of(tensor) is not None:
-            return call.refuse(f"takes a tensor of shape {tuple(tensor.shape)} whole, but it carries the batch")
+            shape = tuple(tensor.shape)
+            return call.refuse(f"takes a tensor of shape {shape} whole, but it carries the batch")
     for operand in signature.operands:
         dim = call.dim_of(operand.tensor)
         if dim is None:

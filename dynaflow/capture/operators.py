@@ -172,14 +172,14 @@ _REDUCE = """sum nansum mean prod amax amin aminmax _aminmax max min any all arg
     var_mean logsumexp norm linalg_vector_norm median nanmedian mode kthvalue count_nonzero"""
 
 # Element by element, though not all of their overloads are tagged so.
-_POINTWISE = """alias detach clone _to_copy to copy lift lift_fresh lift_fresh_copy contiguous _lazy_clone _conj
-    _neg_view fill zero zeros_like ones_like full_like empty_like masked_fill where gelu hardswish mish
+_POINTWISE = """alias detach clone _to_copy to copy lift lift_fresh lift_fresh_copy contiguous _lazy_clone
+    _conj _neg_view fill zero zeros_like ones_like full_like empty_like masked_fill where gelu hardswish mish
     log_sigmoid_forward _prelu_kernel floor_divide rsub polar complex _add_relu abs native_dropout
     fake_quantize_per_tensor_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams"""
 
 _REFUSED: dict[str, str] = {
-    "nonzero nonzero_static masked_select unique_dim unique_consecutive _unique _unique2 unique_dim_consecutive "
-    "repeat_interleave": "makes a result whose size depends on the data of all rows",
+    """nonzero nonzero_static masked_select unique_dim unique_consecutive _unique _unique2
+       unique_dim_consecutive repeat_interleave""": "makes a result whose size depends on the data of all rows",
     "bincount histc histogram": "counts over all rows",
     "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": "groups its rows by offsets into the whole batch",
     "masked_scatter put": "takes its values in the order of all rows",
@@ -194,8 +194,8 @@ RULES: dict[str, Rule] = by_name(
         _REDUCE: _reduce,
         _POINTWISE: pointwise,
         "native_layer_norm _fused_rms_norm rms_norm layer_norm": _normalize,
-        """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_no_update
-           cudnn_batch_norm miopen_batch_norm""": _batch_norm,
+        """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
+           _batch_norm_no_update cudnn_batch_norm miopen_batch_norm""": _batch_norm,
         """convolution _convolution convolution_overrideable cudnn_convolution cudnn_convolution_relu
            cudnn_convolution_transpose mkldnn_convolution _conv_depthwise2d conv_depthwise3d
            _slow_conv2d_forward slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d

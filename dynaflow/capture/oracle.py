@@ -52,7 +52,7 @@ def _ask(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dims | Re
         result = _propagate(call.func, args, kwargs, call.dim_of)
     except ImportError:
         return _no_rule(call, "torch.distributed is not available")
-    except Exception as error:  # noqa: BLE001 - the rules fail in many ways, each of which means: don't know
+    except Exception as error:  # the rules fail in many ways, and each of them means: don't know
         said = str(error).partition("\n")[0].rstrip(".")
         return _no_rule(call, f"{type(error).__name__}: {said}")
     for before, after in result.changes:
@@ -73,7 +73,8 @@ def _no_rule(call: Call, why: str) -> Refusal:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, list | tuple) and all(isinstance(n, int) for n in value))
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(number, int) for number in numbers)
 
 
 def _halved(call: Call, before: Any, after: Any) -> bool:
@@ -88,7 +89,7 @@ def _halved(call: Call, before: Any, after: Any) -> bool:
     )
 
 
-# --- private torch API; seen to work on 2.13.0 --------------------------------------------------------------
+# --- private torch API; seen to work on 2.11.0 and 2.13.0 ---------------------------------------------------
 
 
 def _propagate(
@@ -97,8 +98,8 @@ def _propagate(
     kwargs: dict[str, Any],
     dim_of: Callable[[torch.Tensor], int | None],
 ) -> SimpleNamespace:
-    """DTensor's answer: `shards`, the dimension on which each output is sharded (None: it is not, or not only),
-    and `changes`, pairs of an argument we gave and a different one that DTensor would run the call with."""
+    """DTensor's answer: `shards`, the dimension on which each output is sharded (None: it is not, or not
+    only), and `changes`, pairs of an argument we gave and a different one that DTensor would run the call with."""
     from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema
@@ -116,7 +117,8 @@ def _propagate(
     def changes(before: Any, after: Any) -> list[tuple[Any, Any]]:
         if isinstance(before, DTensorSpec) and isinstance(after, DTensorSpec):
             return [] if before.placements == after.placements else [(before, after)]
-        nested = isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after)
+        nested = isinstance(before, list | tuple) and isinstance(after, list | tuple)
+        nested = nested and len(before) == len(after)
         if nested and any(isinstance(member, DTensorSpec) for member in before):
             return [pair for b, a in zip(before, after, strict=True) for pair in changes(b, a)]
         same = (list(before) == list(after)) if nested else (before is after or before == after)
@@ -145,5 +147,6 @@ def _propagate(
         pairs = changes(schema.args_schema, wanted.args_schema) + changes(schema.op, wanted.op)
     elif found.needs_redistribute:
         pairs = [(schema, None)]
-    outputs = found.output_spec if isinstance(found.output_spec, list | tuple) else [found.output_spec]
+    outputs: Any = found.output_spec
+    outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
     return SimpleNamespace(shards=[shard(output) for output in outputs if output is not None], changes=pairs)

@@ -131,7 +131,8 @@ def _carried(tensor: torch.Tensor, prime: int, declared: int | None) -> int | No
 def _run(graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...]) -> dict[fx.Node, NodeFacts]:
     grad = torch.is_grad_enabled()
     try:
-        with _torch.concrete_fake_mode(), torch.no_grad():
+        # In inference mode operators would come undecomposed: reshape for view, linear for addmm.
+        with torch.inference_mode(False), _torch.concrete_fake_mode(), torch.no_grad():
             run = _Run(graph, values, primes)
             run.go()
             return run.facts
@@ -196,7 +197,7 @@ class _Run(fx.Interpreter):
         self._taint(node, facts)
         inputs = {self.number(t) for a in node.all_input_nodes for t in _tensors(self.facts[a].value)}
         touched = facts.reads | facts.writes
-        facts.scalar = not result and not touched and node.target not in _REGION and _numbers(facts.value)
+        facts.scalar = not result and not touched and node.target not in _REGION and _follows_from_sizes(facts.value)
         facts.view = bool(result) and not touched and all(self.number(t) in inputs for t in result)
         if facts.writes and len(result) == 1:
             facts.returns = next((a for a in node.all_input_nodes if _same(self.facts[a].value, result[0])), None)
@@ -205,6 +206,8 @@ class _Run(fx.Interpreter):
     def _call(self, node: fx.Node, facts: NodeFacts) -> None:
         try:
             facts.value = super().run_node(node)
+            if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
+                facts.value = _torch.hinted(node.meta.get("example_value"))
         except Exception as e:
             shape = self.captured.shapes.get(node)
             if shape is None:
@@ -308,8 +311,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _numbers(value: Any) -> bool:
-    return all(isinstance(leaf, (int, float, bool, torch.dtype, torch.device, torch.SymInt)) for leaf in tree_iter(value))
+def _follows_from_sizes(value: Any) -> bool:
+    kinds = (int, float, bool, torch.dtype, torch.device, torch.SymInt, type(None))
+    return all(isinstance(leaf, kinds) for leaf in tree_iter(value))
 
 
 def _is_batch(value: Any, primes: tuple[int, ...]) -> bool:

@@ -6,8 +6,8 @@ output is the same for all rows), or a `Refusal`. A call is legal when for every
 that range of its arguments gives that range of its outputs; which row an element belongs to is a matter of
 position alone. Batch sizes among the sizes given to an operator are taken to be recomputed for the range.
 
-Rules are sought in this order: exact ones for operators that move elements, the tag for pointwise operators, a
-table for operators that compute, and DTensor's sharding rules. When in doubt, the answer is a refusal.
+Rules are sought in this order: the tag for pointwise operators, exact rules for operators that move elements,
+a table for operators that compute, and DTensor's sharding rules. When in doubt, the answer is a refusal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dynaflow.capture import operators, oracle, views
-from dynaflow.capture.alignment import Call, Dims, Refusal, Signature, settle
+from dynaflow.capture.alignment import ENDLESS, Call, Dims, Refusal, Signature, settle
 
 __all__ = ["Refusal", "follow_rows"]
 
@@ -54,7 +54,7 @@ def follow_rows(
         whole: Dims = [None] * len(outs)
         return _checked(call, rule(call) if rule is not None and name in views.GROWING else whole)
     if not outs and not call.written():
-        return [] if name in _SILENT else call.refuse("makes no tensor of the batch, but a value of all its rows")
+        return [] if name in _SILENT else call.refuse("makes no tensor, but a value of all rows of the batch")
     return _checked(call, rule(call) if rule is not None else oracle.ask(call, args, kwargs))
 
 
@@ -86,11 +86,11 @@ def _refused_outright(call: Call, name: str, carries: bool) -> Refusal | None:
     if carries and torch.Tag.inplace_view in call.func.tags:
         return call.refuse("changes the shape of a tensor that carries the batch in place")
     for tensor in call.inputs():
-        dim, found = call.dim_of(tensor), call.batch_dims(tensor)
-        if found and (found != [dim] or tensor.shape[found[0]] % call.rows):
-            return call.refuse(f"takes a tensor of shape {tuple(tensor.shape)}, in which the rows can't be told apart")
+        dim, found, shape = call.dim_of(tensor), call.batch_dims(tensor), tuple(tensor.shape)
+        if found and (found != [dim] or shape[found[0]] % call.rows):
+            return call.refuse(f"takes a tensor of shape {shape}, in which the rows can't be told apart")
         if dim is not None and not found:
-            return call.refuse(f"takes a tensor of shape {tuple(tensor.shape)} that has lost its rows")
+            return call.refuse(f"takes a tensor of shape {shape} that has lost its rows")
     sizes = views.SIZES.get(name, ()) if carries or name in views.GROWING else ()
     for argument, number in _numbers(call):
         if argument in sizes and number % call.rows == 0:
@@ -110,7 +110,7 @@ def _numbers(call: Call) -> Iterator[tuple[str, int]]:
     """The numbers among the arguments that come from the batch's size, also as floats and reciprocals."""
     for argument, value in call.bound.items():
         for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, float) and number and abs(number) < 1:
+            if isinstance(number, float) and 1 / ENDLESS < abs(number) < 1:
                 number = 1 / number
                 number = round(number) if abs(number - round(number)) < 1e-9 * abs(number) else 0
             elif isinstance(number, float) and number.is_integer():
@@ -125,8 +125,9 @@ def _checked(call: Call, answer: Signature | Dims | Refusal) -> Dims | Refusal:
     if isinstance(dims, Refusal):
         return dims
     for out, dim in zip(call.outs, dims, strict=True):
-        if call.batch_dims(out) != ([] if dim is None else [dim]) or (dim is not None and out.shape[dim] % call.rows):
-            return call.refuse(f"makes a tensor of shape {tuple(out.shape)}, in which the rows can't be told apart")
+        shape, found = tuple(out.shape), call.batch_dims(out)
+        if found != ([] if dim is None else [dim]) or any(shape[d] % call.rows for d in found):
+            return call.refuse(f"makes a tensor of shape {shape}, in which the rows can't be told apart")
     returned = [
         dim
         for dim, result in zip(dims, call.func._schema.returns, strict=False)

@@ -52,7 +52,8 @@ def _view(call: Call) -> Dims | Refusal:
     # Flat positions are (before * rows + row) * inner + rest on both sides, so a row stays a row exactly
     # when as much lies before it.
     if prod(tensor.shape[:dim]) != prod(out.shape[: there[0]]):
-        return call.refuse(f"from {tuple(tensor.shape)} to {tuple(out.shape)} does not keep the rows of the batch apart")
+        shapes = f"{tuple(tensor.shape)} to {tuple(out.shape)}"
+        return call.refuse(f"from {shapes} does not keep the rows of the batch apart")
     return [there[0]]
 
 
@@ -96,7 +97,7 @@ def _squeeze(call: Call) -> Signature | Refusal:
     dims = wrapped(call.bound.get("dim", range(tensor.ndim)), tensor.ndim)
     dim = call.dim_of(tensor)
     if dim in dims and tensor.shape[dim] == call.rows:
-        return call.refuse(f"would drop the batch dimension (dim {dim}) of a single row; name the dimensions to squeeze")
+        return call.refuse(f"would drop the batch dimension (dim {dim}) of a single row; name others")
     return _moved(call, tuple(d for d in range(tensor.ndim) if d not in dims or tensor.shape[d] != 1))
 
 
@@ -115,7 +116,7 @@ def _cut(call: Call) -> Signature | Refusal:
     if call.dim_of(tensor) != dim:
         if any(call.is_batch(bound) for bound in flat):
             return call.refuse(f"cuts dimension {dim} at the batch size")
-    elif call.bound.get("start") or not all(b is None or b >= ENDLESS or b == tensor.shape[dim] for b in flat):
+    elif call.bound.get("start") or any(b not in (None, tensor.shape[dim]) and b < ENDLESS for b in flat):
         return call.refuse(f"cuts the batch dimension (dim {dim})")
     return _moved(call, straight(tensor.ndim))
 
@@ -239,7 +240,8 @@ def _index_put(call: Call) -> Signature | Refusal:
     found = _indexed(call)
     if found is not None:
         operands, kept, picked = found
-        aligned = picked[len(picked) - values.ndim :] if values.ndim <= len(picked) else (MIXED,) * values.ndim
+        extra = len(picked) - values.ndim
+        aligned = picked[extra:] if extra >= 0 else (MIXED,) * values.ndim
         return Signature([*operands, Operand(values, aligned, stretches=True)], [kept])
     given = [(dim, i) for dim, i in enumerate(call["indices"]) if i is not None]
     if len(given) > 1 or values.numel() != 1:

@@ -135,7 +135,9 @@ def check_numbers(entry: Entry, dims: list[int | None]) -> None:
 CORPUS: dict[str, Entry] = {}
 
 
-def legal(name: str, op: Any, make: Callable[[int], tuple[Any, ...]], *expect: int | None, **kwargs: Any) -> None:
+def legal(
+    name: str, op: Any, make: Callable[[int], tuple[Any, ...]], *expect: int | None, **kwargs: Any
+) -> None:
     assert name not in CORPUS, name
     CORPUS[name] = Entry(op, make, expect, kwargs.get("kwargs", lambda b: {}))
 
@@ -425,11 +427,20 @@ legal("pixel-shuffle", aten.pixel_shuffle.default, lambda b: (R(b, 4, 3, 3), 2),
 legal("im2col", aten.im2col.default, lambda b: (R(b, 3, 6, 6), [2, 2], [1, 1], [0, 0], [1, 1]), 0)
 legal("col2im", aten.col2im.default, lambda b: (R(b, 12, 25), [6, 6], [2, 2], [1, 1], [0, 0], [1, 1]), 0)
 legal("grid-sampler", aten.grid_sampler_2d.default, lambda b: (R(b, 3, 6, 6), R(b, 4, 4, 2), 0, 0, False), 0)
-legal("group-norm", aten.native_group_norm.default, lambda b: (R(b, 4, 9), S(4), S(4), b, 4, 9, 2, 1e-5), 0, 0, 0)
+legal(
+    "group-norm",
+    aten.native_group_norm.default,
+    lambda b: (R(b, 4, 9), S(4), S(4), b, 4, 9, 2, 1e-5),
+    0,
+    0,
+    0,
+)
 
 # --- norms, softmax, scans, orders
 legal("layer-norm", aten.native_layer_norm.default, lambda b: (R(b, 3, 4), [4], S(4), S(4), 1e-5), 0, 0, 0)
-legal("layer-norm-many", aten.native_layer_norm.default, lambda b: (R(b * 3, 4), [4], S(4), None, 1e-5), 0, 0, 0)
+legal(
+    "layer-norm-many", aten.native_layer_norm.default, lambda b: (R(b * 3, 4), [4], S(4), None, 1e-5), 0, 0, 0
+)
 refused("layer-norm-batch", aten.native_layer_norm.default, lambda b: (R(b, 4), [b, 4], None, None, 1e-5))
 if hasattr(aten, "_fused_rms_norm"):
     legal("rms-norm", aten._fused_rms_norm.default, lambda b: (R(3, b, 4, dim=1), [4], S(4), 1e-5), 1, 1)
@@ -462,7 +473,9 @@ legal("max-dim", aten.max.dim, lambda b: (R(2, b, 4, dim=1), 0), 0, 0)
 legal("min-dim", aten.min.dim, lambda b: (R(b, 4), 1, True), 0, 0)
 legal("max-other", aten.max.other, lambda b: (R(b, 4), S(4)), 0)
 legal("var", aten.var.correction, lambda b: (R(b, 4), [1]), 0)
-legal("var-mean", aten.var_mean.correction, lambda b: (R(b, 4), [1]), 0, 0, kwargs=lambda b: {"keepdim": True})
+legal(
+    "var-mean", aten.var_mean.correction, lambda b: (R(b, 4), [1]), 0, 0, kwargs=lambda b: {"keepdim": True}
+)
 legal("vector-norm", aten.linalg_vector_norm.default, lambda b: (R(b, 4), 2.0, [-1], True), 0)
 legal("logsumexp", aten.logsumexp.default, lambda b: (R(b, 4), [1]), 0)
 legal("median", aten.median.dim, lambda b: (R(b, 5), 1), 0, 0)
@@ -500,12 +513,21 @@ refused("scatter-batch", aten.scatter.value, lambda b: (R(b, 6), 0, R(b, 6, data
 refused("scatter-first-row", aten.scatter.value, lambda b: (R(b, 6), 1, S(1, 2, data=6), 1.0))
 legal("index-add", aten.index_add.default, lambda b: (R(b, 6), 1, S(2, data=6), R(b, 2)), 0)
 refused("index-add-batch", aten.index_add.default, lambda b: (R(b, 6), 0, R(b, data=2), R(b, 6)))
-legal("index-copy", aten.index_copy_.default, lambda b: (R(b, 2, 6, 3), 2, S(2, data="distinct"), R(b, 2, 2, 3)), 0)
+legal(
+    "index-copy",
+    aten.index_copy_.default,
+    lambda b: (R(b, 2, 6, 3), 2, S(2, data="distinct"), R(b, 2, 2, 3)),
+    0,
+)
 legal("index-fill", aten.index_fill.int_Scalar, lambda b: (R(b, 6), 1, S(2, data=6), 1.0), 0)
 legal("index-put", aten.index_put.default, lambda b: (R(b, 6), [None, S(2, data="distinct")], R(b, 2)), 0)
-legal("index-put-shared", aten.index_put_.default, lambda b: (R(b, 6), [None, S(2, data="distinct")], S(2)), 0)
+legal(
+    "index-put-shared", aten.index_put_.default, lambda b: (R(b, 6), [None, S(2, data="distinct")], S(2)), 0
+)
 legal("index-put-mask", aten.index_put_.default, lambda b: (R(b, 6), [R(b, 6, data="bool")], S()), 0)
-legal("index-put-mask-column", aten.index_put.default, lambda b: (R(b, 6), [None, S(6, data="bool")], S(1)), 0)
+legal(
+    "index-put-mask-column", aten.index_put.default, lambda b: (R(b, 6), [None, S(6, data="bool")], S(1)), 0
+)
 refused("index-put-batch", aten.index_put.default, lambda b: (R(b, 6), [S(2, data=2)], S(2, 6)))
 refused("index-put-cache", aten.index_put_.default, lambda b: (S(9, 4), [R(b, data=9)], R(b, 4)))
 legal("slice-scatter", aten.slice_scatter.default, lambda b: (R(b, 6), R(b, 2), 1, 1, 3), 0)
@@ -536,7 +558,9 @@ legal("foreach-exp", aten._foreach_exp.default, lambda b: ([R(b, 4), R(3, b, dim
 legal("foreach-add", aten._foreach_add.List, lambda b: ([R(b, 4), R(b, 3)], [R(b, 4), S(3)]), 0, 0)
 legal("foreach-add-in-place", aten._foreach_add_.List, lambda b: ([R(b, 4), R(b, 3)], [R(b, 4), S(3)]))
 refused("foreach-norm", aten._foreach_norm.Scalar, lambda b: ([R(b, 4)],))
-legal("softmax-backward", aten._softmax_backward_data.default, lambda b: (R(b, 4), R(b, 4), 1, torch.float32), 0)
+legal(
+    "softmax-backward", aten._softmax_backward_data.default, lambda b: (R(b, 4), R(b, 4), 1, torch.float32), 0
+)
 if torch.__version__ >= "2.13":  # DTensor has no rule before
     legal("cross", aten.linalg_cross.default, lambda b: (R(b, 3), R(b, 3)), 0)
     legal(
@@ -548,7 +572,11 @@ if torch.__version__ >= "2.13":  # DTensor has no rule before
     )
 refused("renorm", aten.renorm.default, lambda b: (R(b, 3), 2.0, 1, 1.0))
 refused("trace", aten.trace.default, lambda b: (R(b, 4),))
-refused("embedding-bag", aten._embedding_bag_forward_only.default, lambda b: (S(9, 4), R(b * 2, data=9), R(b, data=1)))
+refused(
+    "embedding-bag",
+    aten._embedding_bag_forward_only.default,
+    lambda b: (S(9, 4), R(b * 2, data=9), R(b, data=1)),
+)
 
 
 @pytest.mark.parametrize("name", CORPUS)
@@ -717,7 +745,9 @@ def carries(entry: Entry) -> bool:
     return any(isinstance(leaf, T) and leaf.dim is not None for leaf in leaves)
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the differences were explained for 2.13")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="the differences were explained for 2.13"
+)
 def test_dtensor_agrees() -> None:
     found = set()
     for name, entry in CORPUS.items():

@@ -1,0 +1,74 @@
+"""A plan drawn in the terminal: a row for each lane, time from left to right."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+
+from dynaflow.schedule.plan import Plan, Task
+
+Span = tuple[float, float]
+
+
+def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> str:
+    """`spans` are the tasks' measured starts and ends, in ms; without them every task counts as one step.
+
+    A letter stands for a kind of operator (its path without numbers), the digits for the micro-batches.
+    """
+    if plan.sequential:
+        return "(the uncut graph, in sequence)"
+    letters = _letters(plan)
+    times = list(spans) if spans is not None else _steps(plan)
+    begin, end = min(s for s, _ in times), max(e for _, e in times)
+    label = max(len(lane.name) for lane in plan.lanes)
+    columns = width - label - 2
+    unit = 4 if spans is None else columns / max(end - begin, 1e-9)
+    bands = max(1, -(-int((end - begin) * unit) // columns))
+    rows = {lane.name: [" "] * (columns * bands + 1) for lane in plan.lanes}
+    for task, (start, stop) in zip(plan.tasks, times, strict=True):
+        a, b = round((start - begin) * unit), round((stop - begin) * unit)
+        text = letters[_kind(task)] + _parts(task, plan)
+        room = max(b - a, 1)
+        cell = ("[" + text[: room - 2].ljust(room - 2, "·") + "]") if room > 3 else text[:room].ljust(room, "·")
+        rows[task.lane][a : a + room] = list(cell)
+    lines = []
+    for band in range(bands):
+        for lane in plan.lanes:
+            part = "".join(rows[lane.name][band * columns : (band + 1) * columns]).rstrip()
+            lines.append(f"{lane.name:>{label}} |{part}")
+        if bands > 1 and band < bands - 1:
+            lines.append("")
+    legend = ", ".join(f"{letter} {kind}" for kind, letter in letters.items())
+    scale = "" if spans is None else f"   ({end - begin:.2f} ms)"
+    return "\n".join([*lines, f"{'':>{label}}  {legend}{scale}"])
+
+
+def _steps(plan: Plan) -> list[Span]:
+    """When each task could run if all took one step."""
+    free: dict[str, float] = {}
+    times: list[Span] = []
+    for task in plan.tasks:
+        start = max([free.get(task.lane, 0.0), *(times[a][1] for a in task.after)])
+        times.append((start, start + 1))
+        free[task.lane] = start + 1
+    return times
+
+
+def _kind(task: Task) -> str:
+    name = " + ".join(item.op for item in task.items)
+    name = re.sub(r"#\d+", "", name)
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _letters(plan: Plan) -> dict[str, str]:
+    kinds = list(dict.fromkeys(_kind(task) for task in plan.tasks))
+    names = string.ascii_uppercase + string.ascii_lowercase
+    return {kind: names[i % len(names)] for i, kind in enumerate(kinds)}
+
+
+def _parts(task: Task, plan: Plan) -> str:
+    parts = sorted({m for item in task.items for m in item.micro_batches})
+    if len(plan.micro_batches) > 1 and len(parts) == len(plan.micro_batches):
+        return "*"
+    return "+".join(map(str, parts))

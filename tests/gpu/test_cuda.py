@@ -1,0 +1,167 @@
+"""The zoo on CUDA: 1 to 4 lanes, fp32 and bf16, replays with fresh inputs and random delays in the lanes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import dynaflow as df
+from tests.zoo import DECODE, ZOO, decode_setup, tensors, to
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+class Lanes(df.OpSchedulerBase):
+    """Micro-batches in turn on `lanes` lanes, as (sizes of) `split` says."""
+
+    def __init__(self, cuts, lanes, split):
+        self.cuts, self.lanes, self.split = cuts, lanes, split
+
+    def partition(self):
+        return [df.SplitModule(glob, tag=tag) for glob, tag in self.cuts]
+
+    def schedule(self, ctx):
+        ctx.split(self.split)
+        turn = 0
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, lane=f"lane{(op.micro_batch.index + turn * ('attention' in op.tags)) % self.lanes}")
+            turn += 1
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def gap(expected, found) -> float:
+    """The largest difference, relative to the largest value."""
+    worst = 0.0
+    for e, f in zip(tensors(expected), tensors(found), strict=True):
+        assert e.shape == f.shape and e.dtype == f.dtype and e.device == f.device
+        if e.is_floating_point():
+            worst = max(worst, ((e - f).abs().max() / e.abs().max().clamp(min=1.0)).item())
+        else:
+            assert torch.equal(e, f)
+    return worst
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(ZOO))
+def test_models_agree(name, dtype):
+    entry = ZOO[name]
+    if not entry.available:
+        pytest.skip(f"needs {entry.requires}")
+    model = to("cuda", dtype, entry.build())
+    fast = df.compile(model, df.Sequential(), operators="eager")
+    with torch.no_grad():
+        for lanes, split in ((1, 2), (2, 2), (3, [1, 3, 2]), (4, 4)):
+            fast.set_scheduler(Lanes(entry.cuts, lanes, split))
+            for batch in (6, 6):
+                inputs = to("cuda", dtype, entry.inputs(batch))
+                expected = model(**inputs)
+                found = fast(**inputs)
+                torch.cuda.synchronize()
+                assert gap(expected, found) <= LIMIT[dtype], (lanes, split)
+    assert fast.stats.plans == 4 and fast.stats.graphs == 1 and not fast.stats.plain_graphs
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "branch_cnn"])
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_replays_with_delays(name, operators):
+    """200 replays with changing inputs, and lanes that are held up at random: nothing is read too early."""
+    entry = ZOO[name]
+    model = to("cuda", torch.float32, entry.build())
+    dice = random.Random(0)
+
+    def delay(task, moment):
+        if moment == "start" and dice.random() < 0.2:
+            torch.cuda._sleep(dice.randrange(1000, 400_000))  # up to about 0.2 ms on the lane
+
+    fast = df.compile(model, Lanes(entry.cuts, 3, [2, 3, 1]), operators=operators, on_task=delay)
+    with torch.no_grad():
+        base = to("cuda", torch.float32, entry.inputs(6))
+        worst = torch.zeros((), device="cuda")
+        for _ in range(200):
+            inputs = {
+                k: v.roll(dice.randrange(6), 0) if isinstance(v, torch.Tensor) and v.dim() and v.size(0) == 6 else v
+                for k, v in base.items()
+            }
+            found = tensors(fast(**inputs))
+            for e, f in zip(tensors(model(**inputs)), found, strict=True):
+                worst = torch.maximum(worst, ((e - f).abs().max() / e.abs().max().clamp(min=1.0)).float())
+    assert worst.item() <= (1e-5 if operators == "eager" else 1e-4)
+    assert fast.stats.replays == 199 and fast.stats.scheduler_calls == 1
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_static_cache_decode(name):
+    setup = decode_setup(name, 6)
+    to("cuda", torch.float32, setup.model)
+    cuts = ZOO[name].cuts
+    fast = df.compile(setup.model, Lanes(cuts, 2, [4, 2]), operators="eager")
+    ours, theirs = setup.cache(), setup.cache()
+    with torch.no_grad():
+        for i in range(setup.steps):
+            expected = setup.model(**setup.step(i, theirs))
+            found = fast(**setup.step(i, ours))
+            assert gap(expected.logits, found.logits) <= 1e-5
+            assert gap(theirs, ours) <= 1e-5
+            for a, b in zip(theirs.layers, ours.layers, strict=True):
+                assert torch.equal(a.cumulative_length, b.cumulative_length)
+
+
+def test_results_outlive_the_call_on_another_stream():
+    """A result made on a side lane is used and freed on the caller's stream, which changes between calls."""
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 512)).cuda()
+    fast = df.compile(model, Lanes([("*", "any")], 3, 3), operators="eager")
+    with torch.no_grad():
+        x = torch.randn(96, 512, device="cuda")
+        expected = model(x)
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        worst = torch.zeros((), device="cuda")
+        for i in range(120):
+            with torch.cuda.stream(streams[i % 3]):
+                y = fast(x)
+                torch.cuda._sleep(50_000)
+                gaps = (y - expected).abs().max()
+                del y
+            torch.cuda.current_stream().wait_stream(streams[i % 3])
+            worst = torch.maximum(worst, gaps)
+    assert worst.item() < 1e-4
+
+
+def test_failing_operator_leaves_the_lanes_joined():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.b(self.a(x).relu())
+
+    model = Model().cuda()
+    broken = [True]
+
+    def fail(task, moment):
+        if broken[0] and moment == "start" and task.items[0].op == "b":
+            raise ValueError("on purpose")
+
+    fast = df.compile(model, Lanes([("a", "a"), ("b", "attention")], 2, 2), operators="eager", on_task=fail)
+    x = torch.randn(4, 8, device="cuda")
+    stream = torch.cuda.current_stream()
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="on purpose") as caught:
+            fast(x)
+        assert any("task" in note for note in caught.value.__notes__)
+        assert torch.cuda.current_stream() == stream
+        broken[0] = False
+        torch.testing.assert_close(fast(x), model(x))

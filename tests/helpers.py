@@ -1,0 +1,149 @@
+"""What several test files share: schedulers, comparisons, and looks inside a compiled model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dynaflow as df
+from dynaflow.capture.ops import OpGraph
+
+
+class Each(df.OpSchedulerBase):
+    """Splits as told and executes what is ready, in order: micro-batch i on lane i modulo `lanes`."""
+
+    def __init__(
+        self, rules: Sequence[Any] = (), split: int | Sequence[int] | Callable[[int], Any] | None = 2, lanes: int = 1
+    ) -> None:
+        self.rules, self.parts, self.lanes = list(rules), split, lanes
+        self.calls = 0
+
+    def partition(self) -> list[Any]:
+        return self.rules
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        self.calls += 1
+        parts = self.parts(ctx.batch_size) if callable(self.parts) else self.parts
+        if parts is not None:
+            ctx.split(parts)
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, lane=f"lane{op.micro_batch.index % self.lanes}")
+
+
+class Scheduler(df.OpSchedulerBase):
+    """A scheduler made of a function, for tests of what happens inside `schedule`."""
+
+    def __init__(self, schedule: Callable[[df.ScheduleContext], Any], rules: Sequence[Any] = ()) -> None:
+        self.function, self.rules = schedule, list(rules)
+        self.calls = 0
+
+    def partition(self) -> list[Any]:
+        return self.rules
+
+    def schedule(self, ctx: df.ScheduleContext) -> Any:
+        self.calls += 1
+        return self.function(ctx)
+
+
+def run_rest(ctx: df.ScheduleContext, lane: str = "main") -> None:
+    """Executes whatever is left."""
+    while ops := ctx.get_ready_ops():
+        for op in ops:
+            ctx.execute(op, lane=lane)
+
+
+def uneven(batch: int) -> list[int]:
+    """Three parts, no two alike for a batch of 7 or more, one of them of size 1."""
+    return [1, batch - 3, 2]
+
+
+def compiled(model: Callable[..., Any], scheduler: df.OpSchedulerBase | None = None, **options: Any) -> df.CompiledModel:
+    return df.compile(model, scheduler or Each(), **{"operators": "eager", **options})
+
+
+def run_both(
+    model: Callable[..., Any], inputs: tuple[Any, ...], scheduler: df.OpSchedulerBase | None = None, **options: Any
+) -> tuple[df.CompiledModel, df.Plan]:
+    """Runs the model plainly and under the scheduler, compares, and gives the compiled model and its plan."""
+    fast = compiled(model, scheduler, **options)
+    with torch.no_grad():
+        expected = model(*inputs)
+        assert_equal(fast(*inputs), expected)
+        return fast, fast.plan(*inputs)
+
+
+def assert_equal(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Equal structure, and equal tensors within the tolerance."""
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for name in expected:
+            assert_equal(found[name], expected[name], tolerance)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for f, e in zip(found, expected, strict=True):
+            assert_equal(f, e, tolerance)
+    elif is_dataclass(expected):
+        for field in fields(expected):
+            assert_equal(getattr(found, field.name), getattr(expected, field.name), tolerance)
+    else:
+        assert found == expected
+
+
+def parts_of(plan: df.Plan, op: str) -> list[tuple[int, ...]]:
+    """The micro-batches of each execution of an operator, in the plan's order."""
+    found = [item.micro_batches for task in plan.tasks for item in task.items if item.op == op]
+    assert found, f"{op} is not in the plan: {names(plan)}"
+    return found
+
+
+def names(plan: df.Plan) -> list[str]:
+    """The operators of a plan, each once, in the plan's order."""
+    return list(dict.fromkeys(item.op for task in plan.tasks for item in task.items))
+
+
+def whole(plan: df.Plan) -> list[str]:
+    """The operators that run once for all micro-batches."""
+    assert len(plan.micro_batches) > 1, "nothing was split"
+    return [name for name in names(plan) if len(parts_of(plan, name)) == 1]
+
+
+def graph_of(fast: df.CompiledModel) -> OpGraph:
+    """The partitioned graph of a compiled model that has only one."""
+    (graph,) = fast._engine._schedules.graphs.values()
+    return graph
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.attn = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class Stack(nn.Module):
+    """Two blocks and a head: the smallest model with repeated layers."""
+
+    def __init__(self, width: int = 8, blocks: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+STACK_RULES = (df.SplitModule("*.attn", tag="attention"), df.SplitModule("*.mlp", tag="mlp"))
