@@ -22,6 +22,25 @@ def annotate(annotation: dict[str, Any]) -> contextlib.AbstractContextManager[No
     return annotate(annotation)
 
 
+def constant_in_trace(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Dynamo calls the function while it traces and takes the result as a constant.
+
+    As torch.compiler.assume_constant_result, but without importing Dynamo at once.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def overload_of(node: fx.Node) -> Any:
+    """The overload that a call of an operator by its packet's name comes to."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
+    try:
+        name = torch._C._jit_resolve_packet(node.target._qualified_op_name, *args, **kwargs)  # type: ignore[union-attr]
+    except RuntimeError:
+        return None
+    return getattr(node.target, name or "default")
+
+
 def restart_capture() -> BaseException:
     """To be raised by a backend: Dynamo traces the frame again, e.g. after more dims were marked dynamic."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
@@ -131,7 +150,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def set_stream(stream: Any) -> None:
     """Makes `stream` current: what torch.cuda.set_stream does, less its checks."""
-    torch._C._cuda_setStream(  # type: ignore[attr-defined]
+    torch._C._cuda_setStream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
 

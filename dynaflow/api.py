@@ -153,15 +153,15 @@ def _signature(model: Any) -> tuple[str, ...]:
 
 
 def _own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with code and globals of its own that calls the model.
+    """A function with code of its own that calls the model.
 
     Dynamo keeps what it compiles with a function's code, counts recompiles there, and remembers by file name and
     line which sizes have changed: models would share all of it, and outlive their compiled object.
     """
-    names: dict[str, Any] = {"model": model, "__name__": "dynaflow.call", "__builtins__": __builtins__}
-    source = "def call(*args, **kwargs):\n    return model(*args, **kwargs)\n"
+    source = "def bind(model):\n    def call(*args, **kwargs):\n        return model(*args, **kwargs)\n    return call\n"
+    names: dict[str, Any] = {"__name__": __name__}
     exec(builtins.compile(source, f"<dynaflow call {next(_numbers)}>", "exec"), names)
-    return names["call"]
+    return names["bind"](model)
 
 
 _numbers = itertools.count()

@@ -58,11 +58,15 @@ def _normalize(call: Call) -> Signature:
 
 
 def _batch_norm(call: Call) -> Signature | Refusal:
-    if call.bound.get("training"):
-        return call.refuse("in training takes its statistics over all rows")
     tensor = call["input"]
-    labels = straight(tensor.ndim, {1})
-    return Signature([Operand(tensor, labels)], [labels, None])
+    by_channel = call.dim_of(tensor) == 1  # as instance norm, whose channels are those of all rows in a line
+    if call.bound.get("training") and not by_channel:
+        return call.refuse("in training takes its statistics over all rows")
+    labels = straight(tensor.ndim)
+    given = [call.bound.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
+    operands = [Operand(tensor, labels), *(Operand(t, (1,)) for t in given if isinstance(t, torch.Tensor))]
+    statistics = [(1,) if by_channel and out.numel() else None for out in call.outs[1:]]
+    return Signature(operands, [labels, *statistics])
 
 
 def _convolution(call: Call) -> Signature:
@@ -123,6 +127,9 @@ _SPELLED: dict[str, str] = {
     # and as (batch, position, head, feature)
     "_flash_attention_forward": "bQhD,bKhD,bKhE->bQhE,bh~,-",
     "_efficient_attention_forward": "bQhD,bKhD,bKhE,?bhQK->bQhE,bh~,-",
+    # whole layers, the batch first
+    "_native_multi_head_attention": "bQD,bKD,bKD->b~",
+    "_transformer_encoder_layer_fwd": "bSD->bSD",
     # images
     "cudnn_convolution_add_relu": "n~,-,n~,-->n~",
     "native_group_norm": "n~,-,-->n~",
@@ -178,8 +185,9 @@ _POINTWISE = """alias detach clone _to_copy to copy lift lift_fresh lift_fresh_c
     fake_quantize_per_tensor_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams"""
 
 _REFUSED: dict[str, str] = {
-    """nonzero nonzero_static masked_select unique_dim unique_consecutive _unique _unique2
-       unique_dim_consecutive repeat_interleave""": "makes a result whose size depends on the data of all rows",
+    """nonzero nonzero_static masked_select _unique _unique2 unique_dim
+       unique_consecutive unique_dim_consecutive
+       repeat_interleave""": "makes a result whose size depends on the data of all rows",
     "bincount histc histogram": "counts over all rows",
     "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": "groups its rows by offsets into the whole batch",
     "masked_scatter put": "takes its values in the order of all rows",

@@ -99,7 +99,7 @@ def _propagate(
     dim_of: Callable[[torch.Tensor], int | None],
 ) -> SimpleNamespace:
     """DTensor's answer: `shards`, the dimension on which each output is sharded (None: it is not, or not
-    only), and `changes`, pairs of an argument we gave and a different one that DTensor would run the call with."""
+    only), and `changes`, pairs of an argument we gave and another that DTensor would run the call with."""
     from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema

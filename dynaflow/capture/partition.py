@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import types
 from collections import defaultdict
@@ -24,7 +25,17 @@ from dynaflow import _torch
 from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.ops import Op, OpGraph, Value
 from dynaflow.capture.probe import RNG, NodeFacts, Probe
-from dynaflow.capture.rules import MARK, Rule, SplitFunc, SplitModule, module_stack, source_line, tag_tuple, target_names
+from dynaflow.capture.rules import (
+    Rule,
+    SplitFunc,
+    SplitModule,
+    marks_of,
+    module_calls,
+    module_stack,
+    source_line,
+    tag_tuple,
+    target_names,
+)
 from dynaflow.errors import PartitionError, nearest
 
 
@@ -72,8 +83,9 @@ def _is_region(node: fx.Node) -> bool:
 def _claim(work: list[fx.Node], probe: Probe, rules: Sequence[Rule], complete: bool) -> dict[fx.Node, Claim | None]:
     claims: dict[fx.Node, Claim | None] = {}
     unused = list(rules)
+    regions = _mark_regions(work)
     for node in work:
-        claims[node] = _claim_node(node, rules, unused)
+        claims[node] = _claim_node(node, rules, unused, regions)
     if unused and complete:
         raise _no_match(unused[0], work)
     makers = {s: claims[n] for n in work for s in probe.facts[n].made}
@@ -83,9 +95,21 @@ def _claim(work: list[fx.Node], probe: Probe, rules: Sequence[Rule], complete: b
     return claims
 
 
-def _claim_node(node: fx.Node, rules: Sequence[Rule], unused: list[Rule]) -> Claim | None:
-    stack = module_stack(node)
-    inner = stack[-1][0] if stack else ""
+def _mark_regions(work: list[fx.Node]) -> dict[str, list[str]]:
+    """For each entry of a mark: the calls of modules that hold all of it, outermost first."""
+    regions: dict[str, list[str]] = {}
+    for node in work:
+        calls = module_calls(node)
+        for entry, _ in marks_of(node):
+            around = regions.get(entry, calls)
+            regions[entry] = [a for a, b in zip(around, calls, strict=False) if a == b]
+    return regions
+
+
+def _claim_node(
+    node: fx.Node, rules: Sequence[Rule], unused: list[Rule], regions: dict[str, list[str]]
+) -> Claim | None:
+    stack, calls = module_stack(node), module_calls(node)
     tags: set[str] = set()
     key: tuple[str, ...] | None = None
     name, splittable = "", None
@@ -99,40 +123,62 @@ def _claim_node(node: fx.Node, rules: Sequence[Rule], unused: list[Rule]) -> Cla
                 if rule in unused:
                     unused.remove(rule)
                 if depth > best:  # the innermost match names the operator
-                    best, key, name = depth, ("module", path), path or type_name(kind)
+                    best, key, name = depth, ("module", calls[depth]), path or type_name(kind)
                     splittable = rule.splittable
-    marked = (node.meta.get("custom") or {}).get(MARK)
-    if marked is not None:
-        mark_name, mark_tags, mark_splittable = marked
+    for entry, (mark_name, mark_tags, mark_splittable) in marks_of(node):
         tags.update(mark_tags)
         tags.add(mark_name)
-        key = ("mark", inner, mark_name, *(key or ()))
-        name, splittable = f"{inner}.{mark_name}".lstrip("."), mark_splittable
+        around = len(regions[entry])
+        if around > best:  # else the module is called inside the marked region
+            key = ("mark", entry)
+            name, splittable = _below(stack[:around], mark_name), mark_splittable
     for rule in rules:
-        if isinstance(rule, SplitFunc) and (site := _called(rule, node)) is not None:
+        if isinstance(rule, SplitFunc) and (site := _called(rule, node, stack)) is not None:
             tags.update(tag_tuple(rule.tag))
             if rule in unused:
                 unused.remove(rule)
-            key = ("func", *site)
-            name, splittable = f"{inner}.{site[0]}".lstrip("."), rule.splittable
+            key = ("func", *calls[: site.depth], *site.frames)
+            name, splittable = _below(stack[: site.depth], site.name), rule.splittable
     return None if key is None else Claim(key=key, name=name, tags=frozenset(tags), splittable=splittable)
+
+
+def _below(stack: list[tuple[str, type]], name: str) -> str:
+    return f"{stack[-1][0] if stack else ''}.{name}".lstrip(".")
 
 
 def type_name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
-def _called(rule: SplitFunc, node: fx.Node) -> tuple[str, ...] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Site:
+    """A call that a SplitFunc matches: the modules around it, by number, and what tells it from other calls."""
+
+    name: str
+    depth: int
+    frames: tuple[str, ...]
+
+
+def _called(rule: SplitFunc, node: fx.Node, stack: list[tuple[str, type]]) -> _Site | None:
     """Where the rule's function was called, if `node` is or comes from that call."""
     if rule.matches(node):
-        return (target_names(node)[0], node.name)
+        return _Site(name=target_names(node)[0], depth=len(stack), frames=(node.name,))
     if isinstance(rule.match, types.FunctionType):  # Dynamo inlined it: its nodes remember the frames
-        code = rule.match.__code__
         frames = (node.meta.get("stack_trace") or "").split('File "')[1:]
+        depth = 0
         for i, frame in enumerate(frames):
-            if frame.startswith(f'{code.co_filename}"') and f", in {code.co_name}\n" in frame:
-                return (code.co_name, *(f.split("\n")[0] for f in frames[:i]))
+            if _is_frame_of(rule.match, frame):
+                lines = tuple(f.split("\n")[0] for f in frames[:i])
+                return _Site(name=rule.match.__name__, depth=depth, frames=lines)
+            # torch's own modules leave no frame: step over them
+            inner = range(depth, len(stack))
+            depth = next((d + 1 for d in inner if _is_frame_of(getattr(stack[d][1], "forward", None), frame)), depth)
     return None
+
+
+def _is_frame_of(function: Any, frame: str) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    return code is not None and frame.startswith(f'{code.co_filename}"') and f", in {code.co_name}\n" in frame
 
 
 def _no_match(rule: Rule, work: list[fx.Node]) -> PartitionError:
@@ -343,15 +389,22 @@ class _Build:
         names = _unique([self._name(g) for g in range(len(self.groups))])
         ops = [self._op(piece, name, needed) for piece, name in zip(pieces, names, strict=True)]
         plain = not ending.made and not ending.symbols and all(isinstance(n, fx.Node) for n in returned)
+        outputs = tuple(self._value(n) for n in ([self._held(n) for n in returned] if plain else ending.reads))
         return OpGraph(
             graph=self.graph,
             spaces=self.probe.spaces,
             ops=tuple(ops),
             values=tuple(self.values),
-            outputs=tuple(self._value(n) for n in (returned if plain else ending.reads)),
+            outputs=outputs,
             ending=None if plain else ending.module(ending.results),
             ending_symbols=tuple(ending.symbols),
         )
+
+    def _held(self, node: fx.Node) -> fx.Node:
+        """An in-place node's result is its argument."""
+        while (written := self.facts[node].returns) is not None:
+            node = written
+        return node
 
     def _returned(self) -> list[Any]:
         output = next(iter(self.graph.gm.graph.find_nodes(op="output")))

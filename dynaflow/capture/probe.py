@@ -11,6 +11,7 @@ the whole batch at once, its result may be cut again along whichever dim has the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,7 +192,7 @@ class _Run(fx.Interpreter):
         else:
             self._call(node, facts)
         result = _tensors(facts.value)
-        facts.made = {n for t in result if (n := self.number(t)) >= before}
+        facts.made = {n for t in result if (n := self.number(t)) >= before or node.op == "placeholder"}
         if node.op in ("placeholder", "get_attr", "output"):
             return facts.value
         self._taint(node, facts)
@@ -204,8 +205,13 @@ class _Run(fx.Interpreter):
         return facts.value
 
     def _call(self, node: fx.Node, facts: NodeFacts) -> None:
+        whole = _WHOLE.get(node.target)
         try:
-            facts.value = super().run_node(node)
+            if whole is None:
+                facts.value = super().run_node(node)
+            else:
+                args, kwargs = self.fetch_args_kwargs_from_env(node)
+                facts.value = self.observer.observe(whole, args, kwargs, lambda: super(_Run, self).run_node(node))
             if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
                 facts.value = _torch.hinted(node.meta.get("example_value"))
         except Exception as e:
@@ -240,6 +246,9 @@ class _Run(fx.Interpreter):
                     facts.refusals.setdefault(space, f"{name} uses the size of the batch as a number")
 
 
+_WHOLE: dict[Any, Any] = {torch._C._nn.linear: torch.ops.aten.linear.default}
+"""Calls to be judged as they stand: aten would flatten all dims but the last, wherever the batch is among them."""
+
 _REGION = {*_torch.AUTOCAST_PAIRS, *_torch.AUTOCAST_PAIRS.values(), _torch.SET_GRAD}
 
 
@@ -252,10 +261,22 @@ class _Observer(TorchDispatchMode):
         super().__init__()
         self.run = run
         self.facts = NodeFacts()
+        self.inside = False
+        """Inside a call that is judged as a whole."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        if self.inside:
+            return func(*args, **kwargs)
+        return self.observe(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def observe(self, func: Any, args: Any, kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
+        """Makes the call and notes what it does."""
+        self.inside = True
+        try:
+            out = call()
+        finally:
+            self.inside = False
         if getattr(func, "namespace", "") == "prim":  # a question about a tensor's metadata
             return out
         outs = _tensors(out)
@@ -272,14 +293,14 @@ class _Observer(TorchDispatchMode):
         if not _is_view(schema):
             written = [t for a, v in _bind(schema, args, kwargs) if a.alias_info and a.alias_info.is_write for t in _tensors(v)]
             self._touch(given, written)
-        dims = [[None] * spaces for _ in outs]
+        dims: list[list[int | None]] = [[None] * spaces for _ in outs]
         for space, prime in enumerate(self.run.primes):
             found = follow_rows(func, args, kwargs, outs, 2 * prime, lambda t, s=space: _dims(t, spaces)[s])  # type: ignore[misc]
             if isinstance(found, Refusal):
                 self.facts.refusals.setdefault(space, found.reason)
                 found = [_first_multiple(t, prime) for t in outs]
             for i, dim in enumerate(found):
-                dims[i][space] = dim  # type: ignore[call-overload]
+                dims[i][space] = dim
         for tensor, d in zip(outs, dims, strict=True):
             _set_dims(tensor, tuple(d))
         return out

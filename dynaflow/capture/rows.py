@@ -31,8 +31,14 @@ _WRITES_IN_TRAINING = {"_native_batch_norm_legit", "cudnn_batch_norm", "miopen_b
 # They count along their result.
 _POSITIONS = {"arange", "range", "eye", "linspace", "logspace", "tril_indices", "triu_indices"}
 
-# They return nothing and look at nothing but the metadata.
-_SILENT = {"_assert_tensor_metadata"}
+# They make no tensor and look at nothing but the metadata.
+_SILENT = {
+    "prim.device",
+    "prim.layout",
+    "aten._assert_tensor_metadata",
+    "aten.is_same_size",
+    "aten.is_pinned",
+}
 
 
 def follow_rows(
@@ -54,7 +60,7 @@ def follow_rows(
         whole: Dims = [None] * len(outs)
         return _checked(call, rule(call) if rule is not None and name in views.GROWING else whole)
     if not outs and not call.written():
-        return [] if name in _SILENT else call.refuse("makes no tensor, but a value of all rows of the batch")
+        return [] if str(call) in _SILENT else call.refuse("makes no tensor, but a value of all rows")
     return _checked(call, rule(call) if rule is not None else oracle.ask(call, args, kwargs))
 
 

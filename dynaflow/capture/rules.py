@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class SplitFunc:
             return any(fnmatch.fnmatchcase(name, self.match) for name in target_names(node))
         if isinstance(self.match, re.Pattern):
             return any(self.match.search(name) for name in target_names(node))
+        if isinstance(self.match, torch._ops.OpOverload) and self.match.overloadpacket is node.target:
+            return _torch.overload_of(node) is self.match
         return node.target is self.match or _same_operator(node.target, self.match)
 
     def __str__(self) -> str:
@@ -90,16 +93,31 @@ def mark(name: str, *, tag: str | tuple[str, ...] = (), splittable: bool | None 
 
     It leaves the graph whole under torch.compile and does nothing in eager mode.
     """
-    note = {MARK: (name, tag_tuple(tag), splittable)}
+    note = (name, tag_tuple(tag), splittable)
     if torch.compiler.is_compiling():
-        return _torch.annotate(note)
+        # Annotations of one key replace one another. With a key of its own each entry of a region stays
+        # apart from the next, and from the regions around it.
+        return _torch.annotate({f"{MARK}.{_next_entry()}": note})
     return _Mark(note)
+
+
+@_torch.constant_in_trace
+def _next_entry() -> int:
+    return next(_entries)
+
+
+_entries = itertools.count()
+
+
+def marks_of(node: fx.Node) -> list[tuple[str, tuple[str, tuple[str, ...], bool | None]]]:
+    """The marked regions around a node, outermost first: (entry, (name, tags, splittable))."""
+    return [(k, note) for k, note in (node.meta.get("custom") or {}).items() if str(k).startswith(f"{MARK}.")]
 
 
 class _Mark:
     """What `mark` gives outside of a trace: a context manager that does nothing, and a decorator."""
 
-    def __init__(self, note: dict[str, Any]) -> None:
+    def __init__(self, note: tuple[str, tuple[str, ...], bool | None]) -> None:
         self.note = note
 
     def __enter__(self) -> None:
@@ -109,7 +127,7 @@ class _Mark:
         return None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        name, tag, splittable = self.note[MARK]
+        name, tag, splittable = self.note
 
         @functools.wraps(function)
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -130,6 +148,9 @@ def target_names(node: fx.Node) -> list[str]:
         return [target]
     if isinstance(target, torch._ops.OpOverload):
         return [target._opname, str(target), f"{target.namespace}.{target._opname}", f"{target.namespace}::{target._opname}"]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, name = target._qualified_op_name.split("::")
+        return [name, f"{namespace}.{name}", f"{namespace}::{name}"]
     name = getattr(target, "__name__", type(target).__name__)
     module = getattr(target, "__module__", None)
     return [name, f"{module}.{name}"] if module else [name]
@@ -138,6 +159,11 @@ def target_names(node: fx.Node) -> list[str]:
 def module_stack(node: fx.Node) -> list[tuple[str, type]]:
     """The modules around a node, outermost first, as (path below the root, class)."""
     return [(_normalise(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def module_calls(node: fx.Node) -> list[str]:
+    """For each module of the stack, what tells this call of it from its other calls."""
+    return list(node.meta.get("nn_module_stack") or {})
 
 
 def source_line(node: fx.Node) -> str | None:
@@ -151,7 +177,8 @@ def _normalise(path: str) -> str:
     """Dynamo's spelling of a module path -> the path below the root: L['self']._modules['layers'][0] -> layers.0"""
     path = path.replace(".__dict__['_modules']", "").replace("._modules", "")
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
-    return re.sub(r"^[LG]\.[^.]*", "", path).strip(".")
+    path = re.sub(r"^[LG]\.[^.]*", "", path)
+    return re.sub(r"^(\.__closure__\.\d+\.cell_contents|\.__\w+__)+", "", path).strip(".")
 
 
 def _same_operator(target: Any, wanted: Any) -> bool:
@@ -166,7 +193,9 @@ def _same_operator(target: Any, wanted: Any) -> bool:
 
 
 def _is_torch(function: Any) -> bool:
-    return (getattr(function, "__module__", None) or "torch").split(".")[0] == "torch"
+    """Torch's own, and not an operator of another library, which lives in torch._ops as well."""
+    module = getattr(function, "__module__", None) or "torch"
+    return module.split(".")[0] == "torch" and (not module.startswith("torch._ops.") or module == "torch._ops.aten")
 
 
 def _show(match: Any) -> str:

@@ -97,10 +97,12 @@ def _compile(source: Source, sizes: Sizes, dynamic: bool = True) -> _Compiled:
                 continue
             stride = []
             for d, expr in enumerate(shape.stride):
-                value = number(expr)
                 if dynamic and expr.free_symbols & source.free:
-                    value = symbols.new(f"stride_{i}_{d}", _torch.hint(value))
-                stride.append(value)
+                    # Like a slice of a larger batch, or the compiler would take the layout for contiguous.
+                    larger = {s: sympy.Integer(2 * max(sizes[s], 2) + 1) for s in expr.free_symbols}
+                    stride.append(symbols.new(f"stride_{i}_{d}", int(expr.xreplace(larger))))
+                else:
+                    stride.append(number(expr))
             fake = torch.empty_strided([number(e) for e in shape.size], stride, dtype=shape.dtype, device=shape.device)
             inputs.append(fake.requires_grad_() if shape.requires_grad else fake)
     call = _torch.compile_operator(_copy(source.module), inputs, symbols)

@@ -184,7 +184,7 @@ class _Maker:
         names = [self._slice(value, var, held, step) for var, held in pieces]
         if len(names) == 1:
             return names[0]
-        return self._join(value, names, parts, step, keep=writes)
+        return self._join(value, names, [held for _, held in pieces], step, keep=writes)
 
     def _slice(self, value: Value, var: _Var, parts: Parts, step: Step | None) -> str:
         self._use(var.name, step)
@@ -205,11 +205,12 @@ class _Maker:
                 self.program.variables.append(name)
         return self.slices[key]
 
-    def _join(self, value: Value, names: list[str], parts: Parts, step: Step | None, keep: bool) -> str:
+    def _join(self, value: Value, names: list[str], pieces: list[Parts], step: Step | None, keep: bool) -> str:
         name = f"j{value.index}_{len(self.program.names)}"
         assert value.shape is not None
-        (dim, *more) = [d for d in value.dims if d is not None]
+        ((space, dim), *more) = [(n, d) for n, d in enumerate(value.dims) if d is not None]
         assert not more, "a value that carries both rows and requests can't be joined"
+        parts = tuple(m for held in pieces for m in held)
         sizes = self._sizes(parts)
         strides = [concrete(e, sizes) for e in value.shape.stride]
         join = Join.along(dim, strides)
@@ -225,7 +226,13 @@ class _Maker:
         step.before.append(line)
         self._new(name, step)
         self._use(name, step)
-        if keep:  # the operator writes into the joined copy: from here on, that is the value
+        if keep and value.input is not None:  # the caller's own memory: what is written to the copy goes back there
+            start = 0
+            for piece, held in zip(names, pieces, strict=True):
+                _, length = self._range(value, space, dim, held, held)
+                step.after.append(f"{piece}.copy_({name}.narrow({dim}, {start}, {length}))")
+                start += length
+        elif keep:  # the operator writes into the joined copy: from here on, that is the value
             var = _Var(name, parts)
             self.where[value.index] = {**self.where[value.index], **dict.fromkeys(parts, var)}
         return name
@@ -260,7 +267,8 @@ class _Maker:
     # The end
 
     def _end(self) -> None:
-        results = [self._fetch(v, self.all, None, None) for v in self.graph.outputs]
+        whole = {v: self._fetch(v, self.all, None, None) for v in dict.fromkeys(self.graph.outputs)}
+        results = [whole[v] for v in self.graph.outputs]  # what is returned twice is one tensor
         program = self.program
         caller = program.lanes[0]
         for name in results:

@@ -94,6 +94,8 @@ def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
                 raise PlanError(f"task {t} runs {item.op!r}, which the graph does not have", op=item.op, advice=_REMAKE)
             if not op.splittable and item.micro_batches != everything:
                 raise _illegal_split(op)
+            if list(item.micro_batches) != sorted(item.micro_batches):
+                raise PlanError(f"task {t} runs {item} for micro-batches out of order", op=item.op, advice=_REMAKE)
             for m in item.micro_batches:
                 if m not in everything:
                     raise PlanError(f"task {t} runs {item} for a micro-batch that is not there", op=item.op, advice=_REMAKE)

@@ -165,9 +165,7 @@ class ScheduleContext:
                 deps.add(owner)
             self._mark_done(item, len(self._tasks))
         deps.discard(len(self._tasks))
-        name = _function_name(replace_func) if replace_func else None
-        if replace_func and name:
-            self.functions[name] = replace_func
+        name = self._named(replace_func) if replace_func else None
         self._record(tuple(Item(op=i.name, micro_batches=i.micro_batches) for i in merged), lane, deps, name)
         self._idle_asks = 0
 
@@ -265,6 +263,15 @@ class ScheduleContext:
         self._last_on[lane] = len(self._tasks)
         self._masks.append(mask)
         self._tasks.append(Task(items=items, lane=lane, after=tuple(sorted(waits)), replace=function))
+
+    def _named(self, function: Callable[..., Any]) -> str:
+        """The name that stands for `function` in the plan: closures of one making get a number each."""
+        name = unique = _function_name(function)
+        number = 1
+        while self.functions.setdefault(unique, function) is not function:
+            number += 1
+            unique = f"{name}#{number}"
+        return unique
 
     def _check_call(self, items: list[OpItem], lane: str, replace_func: Callable[..., Any] | None) -> None:
         line = user_line()

@@ -359,6 +359,14 @@ refused(
     lambda b: (S(1, 2, 5, 8), R(1, 2, b, 8, dim=2), R(1, 2, b, 8, dim=2)),
 )
 
+legal(
+    "multi-head-attention",
+    aten._native_multi_head_attention.default,
+    lambda b: (*(R(b, 5, 8) for _ in range(3)), 8, 2, S(24, 8), S(24), S(8, 8), S(8)),
+    0,
+    0,
+)
+
 # --- images
 legal(
     "conv2d",
@@ -410,6 +418,14 @@ refused(
     "batch-norm-legit-training",
     aten._native_batch_norm_legit.default,
     lambda b: (R(b, 3, 4), S(3), S(3), S(3), S(3, data="unit"), True, 0.1, 1e-5),
+)
+legal(
+    "instance-norm",
+    aten.native_batch_norm.default,
+    lambda b: (R(1, b * 3, 4, dim=1), R(b * 3), R(b * 3), None, None, True, 0.1, 1e-5),
+    1,
+    0,
+    0,
 )
 legal("max-pool2d", aten.max_pool2d_with_indices.default, lambda b: (R(b, 3, 6, 6), [2, 2]), 0, 0)
 legal("max-pool3d", aten.max_pool3d_with_indices.default, lambda b: (R(b, 3, 4, 4, 4), [2, 2, 2]), 0, 0)
@@ -638,7 +654,8 @@ def test_value_read_from_the_batch() -> None:
     with FakeTensorMode():
         x = torch.empty(PROBE, 4)
         assert isinstance(follow_rows(aten.equal.default, (x, x), {}, [], PROBE, lambda t: 0), Refusal)
-        assert follow_rows(aten._assert_tensor_metadata.default, (x,), {}, [], PROBE, lambda t: 0) == []
+        for silent in (aten._assert_tensor_metadata.default, torch.ops.prim.device.default):
+            assert follow_rows(silent, (x,), {}, [], PROBE, lambda t: 0) == []
 
 
 def test_out_must_carry_the_rows_alike() -> None:
@@ -715,6 +732,7 @@ DIFFERENCES = {
     "squeeze-many": "rewrites the operator, so as not to squeeze a shard of one row",
     "split-one": "splits along no sharded dimension, not even into one piece",
     "unfold": "no rule",
+    "multi-head-attention": "no rule",
     "diagonal": "gathers first",
     "diag-embed": "gathers first",
     "cat-empty": "wants the empty tensor sharded too",

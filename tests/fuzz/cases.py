@@ -1,0 +1,259 @@
+"""One case: a random graph under a random schedule, beside eager; and mutants of its plan, beside the oracle."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import dynaflow as df
+from dynaflow.capture.graph import CapturedGraph
+from dynaflow.capture.ops import OpGraph
+from dynaflow.capture.rules import target_names
+from dynaflow.engine import Engine
+from dynaflow.errors import DynaFlowError
+from dynaflow.lower.lower import Lowered
+from dynaflow.schedule.check import check
+from dynaflow.schedule.plan import Plan, Task
+from tests.fuzz.graphs import Dice, RandomGraph, random_graph
+from tests.fuzz.schedules import RandomScheduler, fused, mutants, why_illegal
+
+TOLERANCE = 1e-9
+_COMPUTING = {"tanh", "sin", "neg", "sigmoid", "linear", "softmax", "cumsum", "topk", "relu", "layer_norm", "mean"}
+"""Calls that compute whatever their arguments: a rule that names one of them always finds it."""
+
+
+class Mismatch(AssertionError):
+    """The scheduled run did something else than eager, or the check judged a plan wrongly."""
+
+
+class Undefined(Exception):
+    """Eager itself refuses the program."""
+
+
+@dataclass(slots=True)
+class Tally:
+    cases: int = 0
+    undefined: int = 0
+    plain: int = 0
+    sequential: int = 0
+    unsplit: int = 0
+    fusions: int = 0
+    mutants: Counter[str] = field(default_factory=Counter)
+    killed: Counter[str] = field(default_factory=Counter)
+    redundant: Counter[str] = field(default_factory=Counter)
+    mutants_run: int = 0
+
+    def add(self, other: Tally) -> None:
+        for name in self.__slots__:
+            mine = getattr(self, name)
+            setattr(self, name, mine + getattr(other, name))
+
+    def __str__(self) -> str:
+        total, killed, legal = self.mutants.total(), self.killed.total(), self.redundant.total()
+        illegal = total - legal
+        rate = 100 * killed / illegal if illegal else 100.0
+        lines = [
+            f"{self.cases} cases: {self.sequential} sequential, {self.unsplit} in one part, {self.plain} plain, "
+            f"{self.fusions} fusions; {self.undefined} programs that eager refuses were left out",
+            f"{total} mutants: {killed} killed, {legal} redundant (legal by the oracle; {self.mutants_run} of them run); "
+            f"kill rate {rate:.2f}% of {illegal} illegal ones",
+        ]
+        for kind, count in sorted(self.mutants.items()):
+            lines.append(f"  {kind:<32} {count:>7} made {self.killed[kind]:>7} killed {self.redundant[kind]:>7} redundant")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """A graph, a scheduler and arguments: all that is drawn before anything runs."""
+
+    graph: RandomGraph
+    scheduler: RandomScheduler
+    engine: Engine
+    batch: int
+    seed: int
+    runner: Any = None
+
+    def lowered(self) -> Lowered | None:
+        return self.engine.find(self.runner, self.graph.args(self.batch, self.seed))
+
+    def close(self) -> None:
+        self.engine.lowerer.threads.close()
+
+    def __str__(self) -> str:
+        found = self.lowered()
+        plan = str(found.plan) if found else f"no plan: {self.runner.plain}"
+        ops = "\n".join(_show(op) for op in found.graph.ops) if found else ""
+        return f"{self.graph}\nbatch {self.batch}, seed {self.seed}, rules {self.scheduler.rules}\n{ops}\n{plan}"
+
+
+def _show(op: Any) -> str:
+    kind = "shared" if op.shared else f"whole: {op.refusal}" if op.refusal else "rows"
+    return f"  {op.name}: {' '.join(op.functions)}  ({kind})  touches {op.touches} after {op.after}"
+
+
+def draw_case(dice: Dice) -> Case:
+    graph = random_graph(dice)
+    functions = sorted({target_names(n)[0] for n in graph.gm.graph.nodes if n.op.startswith("call")} & _COMPUTING)
+    holder: list[CapturedGraph] = []
+    scheduler = RandomScheduler(dice, functions, lambda: holder[0].hints)
+    hook = _sleeper(dice.below(1000)) if dice.one_in(5) else None
+    engine = Engine(scheduler, operators="eager", batch_dims=graph.batch_dims, on_task=hook)
+    batch, seed = 2 + dice.below(7), dice.below(100)
+    runner = engine.backend(graph.gm, list(graph.args(batch, seed)))
+    if hasattr(runner, "error"):
+        raise runner.error
+    holder.append(runner.graph)
+    return Case(graph=graph, scheduler=scheduler, engine=engine, batch=batch, seed=seed, runner=runner)
+
+
+def _sleeper(seed: int) -> Any:
+    """Shakes the lanes: whatever is not ordered by the plan comes in many orders."""
+    delays = [(seed * 7919 + i * 104729) % 200 * 1e-6 for i in range(97)]
+    calls = [0]
+
+    def on_task(task: Task, moment: str) -> None:
+        calls[0] += 1
+        time.sleep(delays[calls[0] % 97])
+
+    return on_task
+
+
+def run_case(case: Case, dice: Dice, tally: Tally) -> None:
+    """Runs the case, once or twice, and compares."""
+    tally.cases += 1
+    try:
+        compare_with_eager(case.graph, case.runner, case.batch, case.seed)
+        if dice.one_in(4):  # a plan in use
+            compare_with_eager(case.graph, case.runner, case.batch, case.seed + 1)
+        if dice.one_in(6):  # the same operators, another plan
+            compare_with_eager(case.graph, case.runner, 2 + dice.below(7), case.seed + 2)
+    except Undefined:
+        tally.undefined += 1
+        return
+    found = case.lowered()
+    tally.plain += found is None
+    if found is not None:
+        tally.sequential += found.plan.sequential
+        tally.unsplit += len(found.plan.micro_batches) == 1 and not found.plan.sequential
+        tally.fusions += sum(t.replace is not None for t in found.plan.tasks)
+
+
+def compare_with_eager(graph: RandomGraph, function: Any, batch: int, seed: int, eager: Any = None) -> None:
+    numbers = () if eager is not None else tuple(batch for _ in graph.numbers)
+    plain, scheduled = graph.tensors(batch, seed), graph.tensors(batch, seed)
+    with torch.no_grad():
+        try:
+            expected = (eager or graph.gm)(*numbers, *plain)
+        except (RuntimeError, IndexError, ValueError) as e:
+            raise Undefined(str(e)) from e
+        found = function(*numbers, *scheduled)
+    names = [i.name for i in graph.inputs] + [f"result {i}" for i in range(len(expected))]
+    compare(names, [*plain, *expected], [*scheduled, *found], len(plain))
+
+
+def compare(names: list[str], expected: list[Any], found: list[Any], inputs: int) -> None:
+    """Values, memory shared among inputs and results, and where in an input's memory a result lies."""
+    if len(expected) != len(found):
+        raise Mismatch(f"{len(found)} results instead of {len(expected)}")
+    for name, e, f in zip(names, expected, found, strict=True):
+        if not isinstance(e, torch.Tensor):
+            if e != f:
+                raise Mismatch(f"{name} is {f!r} instead of {e!r}")
+            continue
+        if not isinstance(f, torch.Tensor) or e.shape != f.shape or e.dtype != f.dtype:
+            raise Mismatch(f"{name} is {f!r} instead of {e!r}")
+        if e.numel() and not torch.allclose(e, f, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+            rows = [tuple(i) for i in (e != f).nonzero().tolist()]
+            raise Mismatch(f"{name} differs at {rows[:6]}{'...' if len(rows) > 6 else ''}:\n{f}\ninstead of\n{e}")
+    for j in range(inputs, len(expected)):
+        for i in range(j):
+            together, so = _share(expected[i], expected[j]), _share(found[i], found[j])
+            if together != so:
+                word = "does not share" if together else "shares"
+                raise Mismatch(f"{names[j]} {word} its memory with {names[i]}")
+            if together and i < inputs and _place(expected[j]) != _place(found[j]):
+                raise Mismatch(f"{names[j]} is another view of {names[i]}: {_place(found[j])}, not {_place(expected[j])}")
+
+
+def _share(one: Any, two: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)) or not one.numel() or not two.numel():
+        return False
+    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = tuple(st for s, st in zip(tensor.shape, tensor.stride(), strict=True) if s > 1)
+    return tensor.storage_offset(), tuple(tensor.shape), strides
+
+
+# Mutants
+
+
+def judge_mutants(case: Case, dice: Dice, tally: Tally, each: int = 1) -> None:
+    """The check must refuse what the oracle refuses, and nothing else."""
+    found = case.lowered()
+    if found is None or found.plan.sequential:
+        return
+    plan, graph = found.plan, found.graph
+    if why_illegal(plan, graph, case.batch) is not None:
+        raise Mismatch(f"the oracle refuses the legal plan: {why_illegal(plan, graph, case.batch)}")
+    for kind, mutant in mutants(plan, graph, dice, each):
+        tally.mutants[kind] += 1
+        illegal = why_illegal(mutant, graph, case.batch)
+        refused = _refused(mutant, graph, case.batch)
+        if illegal and not refused:
+            raise Mismatch(f"survivor ({kind}): the check passes it, but {illegal}\n{mutant}")
+        if refused and not illegal:
+            raise Mismatch(f"false alarm ({kind}): the check says {refused}\n{mutant}")
+        tally.killed[kind] += illegal is not None
+        tally.redundant[kind] += illegal is None
+        # Lowered mutants of a fusion would call a function made for other micro-batches.
+        if not illegal and not any(t.replace for t in mutant.tasks) and dice.one_in(3):
+            run_mutant(case, mutant, graph)
+            tally.mutants_run += 1
+
+
+def _refused(plan: Plan, graph: OpGraph, rows: int) -> str | None:
+    try:
+        check(plan, graph, rows)
+    except DynaFlowError as e:
+        return str(e)
+    return None
+
+
+def run_mutant(case: Case, plan: Plan, graph: OpGraph) -> None:
+    runner = case.runner
+    args = case.graph.args(case.batch, case.seed)
+    sizes = {**runner.graph.hints, **runner.graph.symbol_values(args)}
+    lowered = case.engine.lowerer.lower(plan, graph, sizes, {})
+    compare_with_eager(case.graph, lambda *given: lowered(given), case.batch, case.seed)
+
+
+# Through the front door
+
+
+def run_door(dice: Dice, tally: Tally) -> None:
+    """The program as Python source under `dynaflow.compile`, so that Dynamo itself makes the graph."""
+    torch._dynamo.reset()
+    graph = random_graph(dice)
+    text, names = graph.source()
+    exec(compile(text, "<fuzz>", "exec"), names)
+    model = names["model"]
+    batch, seed = 2 + dice.below(7), dice.below(100)
+    try:
+        compare_with_eager(graph, model, batch, seed, eager=model)
+    except Undefined:
+        tally.undefined += 1
+        return
+    scheduler = RandomScheduler(dice, [], lambda: compiled._engine_hints())
+    compiled = df.compile(model, scheduler, batch_dims=graph.batch_dims, operators="eager", fullgraph=True)
+    compare_with_eager(graph, compiled, batch, seed, eager=model)
+    tally.cases += 1
+
+
+__all__ = ["Case", "Mismatch", "Tally", "draw_case", "fused", "judge_mutants", "run_case", "run_door"]
