@@ -1,13 +1,16 @@
 """Host time of replaying a plan, per task, against a hand-written loop over the same compiled operators.
 
 The model is many tiny layers, so that the time is the host's own. Both run the same operators on the same
-micro-batches, in one lane; the loop is what a user would write by hand: slice, call, call, ..., join.
+micro-batches; the loop is what a user would write by hand, in one lane: slice, call, call, ..., join.
+`with guards` is a whole call of the compiled model, Dynamo's guards included.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from common import report, side_by_side
@@ -26,8 +29,10 @@ class Layer(nn.Module):
 
 
 class Layers(df.OpSchedulerBase):
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
+    """Every layer an operator; micro-batches in turn on the lanes."""
+
+    def __init__(self, parts: int, lanes: int) -> None:
+        self.parts, self.lanes = parts, lanes
 
     def partition(self) -> list[df.SplitModule]:
         return [df.SplitModule(Layer)]
@@ -36,46 +41,38 @@ class Layers(df.OpSchedulerBase):
         ctx.split(self.parts)
         while ops := ctx.get_ready_ops():
             for op in ops:
-                ctx.execute(op)
+                ctx.execute(op, lane=f"lane{op.micro_batch.index % self.lanes}")
 
 
-def by_hand(fast: df.CompiledModel, x: torch.Tensor, parts: int):
-    """The loop over the compiled operators, taken from the plan's own function."""
-    runner, lowered = next((key[0], low) for key, low in fast._engine._schedules.plans.items())
-    names = lowered.code.run.__globals__
-    graph = lowered.graph
-    calls = [names[f"op{op.index}"] for op in graph.ops]
-    # Each operator reads the running value and its own weights: the weights are bound beforehand, as a user would.
-    captured: dict = {}
-    original = lowered.code.run
-
-    def spy(args, hook):
-        captured["args"] = args
-        return original(args, hook)
-
-    lowered.run = lambda args: spy(args, None)
+def lowered_plan(fast: df.CompiledModel, x: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """The plan's own function and the arguments that Dynamo calls it with."""
+    lowered = next(iter(fast._engine._schedules.plans.values()))
+    run, seen = lowered.run, []
+    lowered.run = lambda args: seen.append(args) or run(args)
     fast(x)
-    lowered.run = lambda args: original(args, None)
-    args = captured["args"]
-    weights = []
+    lowered.run = run
+    return lowered, seen[0]
+
+
+def by_hand(lowered: Any, args: tuple[Any, ...], x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A loop over the same compiled operators, with the weights bound beforehand."""
+    graph, names = lowered.graph, lowered.code.run.__globals__
+    sizes = [m.size for m in lowered.plan.micro_batches]
+    layers = []
     for op in graph.ops:
         values = [graph.values[v] for v in op.reads]
-        weights.append([None if v.carries_batch else args[v.input] for v in values])
-    places = [w.index(None) for w in weights]
-    sizes = [m.size for m in lowered.plan.micro_batches]
+        place = next(i for i, v in enumerate(values) if v.carries_batch)
+        weights = [None if v.carries_batch else args[v.input] for v in values]
+        layers.append((names[f"op{op.index}"], weights[:place], weights[place + 1 :]))
 
     def loop() -> torch.Tensor:
-        outs = []
         states = list(x.split(sizes))
-        for call, held, place in zip(calls, weights, places, strict=True):
-            for m in range(len(states)):
-                inputs = list(held)
-                inputs[place] = states[m]
-                states[m] = call(*inputs)[0]
-        outs = states
-        return torch.cat(outs)
+        for call, before, behind in layers:
+            for m, state in enumerate(states):
+                (states[m],) = call(*before, state, *behind)
+        return torch.cat(states) if len(states) > 1 else states[0]
 
-    return loop, (lambda: lowered(args)[0])
+    return loop
 
 
 def main() -> None:
@@ -87,26 +84,28 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Layer(16) for _ in range(args.layers)]).eval().to(device)
+    x = torch.randn(8, 16, device=device)
     rows = []
-    for parts in (1, 2, 4):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[Layer(16) for _ in range(args.layers)]).eval().to(device)
-        x = torch.randn(8, 16, device=device)
+    for parts, lanes in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)):
         with torch.inference_mode():
-            fast = df.compile(model, Layers(parts), operators=args.operators)
+            fast = df.compile(model, Layers(parts, lanes), operators=args.operators)
             torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
-            loop, replay = by_hand(fast, x, parts)
-            torch.testing.assert_close(loop(), replay(), rtol=0, atol=0)
-            tasks = len(fast.plan(x).tasks)
-            hand, ours, whole = side_by_side([loop, replay, lambda: fast(x)], args.rounds, 5)
-        hand_us, ours_us = statistics.median(hand) / tasks * 1e6, statistics.median(ours) / tasks * 1e6
+            lowered, arguments = lowered_plan(fast, x)
+            loop = by_hand(lowered, arguments, x)
+            torch.testing.assert_close(loop(), lowered(arguments)[0], rtol=0, atol=0)
+            runs = [loop, lambda: lowered(arguments), lambda: fast(x)]  # noqa: B023
+            hand, ours, whole = (statistics.median(times) for times in side_by_side(runs, args.rounds, 5))
+        tasks = len(lowered.plan.tasks)
         rows.append({
             "tasks": tasks,
-            "micro_batches": parts,
-            "hand_us_per_task": hand_us,
-            "replay_us_per_task": ours_us,
-            "replay/hand": ours_us / hand_us,
-            "with_guards/hand": statistics.median(whole) / statistics.median(hand),
+            "micro-batches": parts,
+            "lanes": lanes,
+            "by hand, us per task": hand / tasks * 1e6,
+            "replay, us per task": ours / tasks * 1e6,
+            "replay / by hand": ours / hand,
+            "with guards / by hand": whole / hand,
         })  # fmt: skip
     report("host_overhead", rows, args.out)
 

@@ -8,6 +8,7 @@ from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import OpItem, ScheduleContext
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
+from dynaflow.stats import Stats
 from dynaflow.view.text import draw
 from dynaflow.view.timeline import Timeline
 
@@ -16,5 +17,5 @@ __version__ = "0.1.0"
 __all__ = [
     "CompiledModel", "DynaFlowError", "Item", "Lane", "MicroBatch", "Op", "OpItem", "OpSchedulerBase",
     "PartitionError", "Plan", "PlanError", "ScheduleContext", "ScheduleError", "Sequential", "SplitError",
-    "SplitFunc", "SplitModule", "Task", "Timeline", "VerifyError", "check", "compile", "draw", "mark",
+    "SplitFunc", "SplitModule", "Stats", "Task", "Timeline", "VerifyError", "check", "compile", "draw", "mark",
 ]

@@ -67,7 +67,8 @@ class CompiledModel:
 
     def __init__(self, model: Callable[..., Any], engine: Engine, fullgraph: bool) -> None:
         self._model, self._engine = model, engine
-        self._call = torch.compile(_own_frame(model), backend=engine.backend, fullgraph=fullgraph)
+        engine.owned = True
+        self._call = torch.compile(_own_frame(model), backend=_backend_of(engine), fullgraph=fullgraph)
         self._takes_facts = "facts" in _signature(model)
         self.__signature__ = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
@@ -152,6 +153,18 @@ def _signature(model: Any) -> tuple[str, ...]:
         return ()
 
 
+def _backend_of(engine: Engine) -> Callable[..., Any]:
+    """The engine as a backend. Dynamo keeps its backends for good; the engine, with its threads, must not be."""
+    engine_of = weakref.ref(engine)
+
+    def call(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        found = engine_of()
+        assert found is not None, "captured by a compiled model that is gone"
+        return found.backend(gm, example_inputs)
+
+    return call
+
+
 def _own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
     """A function with code of its own that calls the model.
 
@@ -161,7 +174,8 @@ def _own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
     source = "def bind(model):\n    def call(*args, **kwargs):\n        return model(*args, **kwargs)\n    return call\n"
     names: dict[str, Any] = {"__name__": __name__}
     exec(builtins.compile(source, f"<dynaflow call {next(_numbers)}>", "exec"), names)
-    return names["bind"](model)
+    # Dynamo keeps the globals until the code is gone: they must not lead back to it.
+    return names.pop("bind")(model)
 
 
 _numbers = itertools.count()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,12 @@ from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.partition import partition
 from dynaflow.capture.probe import Contradiction, probe
 from dynaflow.capture.rules import SplitFunc, SplitModule
-from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, raised_at
+from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, SplitError, raised_at
 from dynaflow.lower.lower import Lowered, Lowerer, OnTask
 from dynaflow.lower.operators import Mode, Operators
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.check import check
-from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.context import FACT_NAMES, ScheduleContext
 from dynaflow.schedule.plan import Plan
 from dynaflow.stats import Stats
 from dynaflow.verify import verified_run
@@ -100,6 +101,8 @@ class Engine:
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
         self.stats = Stats()
         self.options: Mapping[str, Any] | None = None
+        self.owned = False
+        """A CompiledModel holds it; else its graphs do."""
         self.operators = Operators(operators)
         self.lowerer = Lowerer(self.operators, on_task)
         self.local = _Local()
@@ -151,12 +154,14 @@ class Engine:
         if schedules.has_key:
             with self._lock:
                 graph, spaces, values = self._graph(schedules, runner, args, facts)
-                own = schedules.scheduler.key(self._context(graph, spaces, values, facts)) if graph else None
-            return (runner, sizes, "own", own)
+                own = _user(schedules.scheduler, "key", self._context(graph, spaces, values, facts)) if graph else None
+            # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
+            return (runner, sizes, _frozen(facts.get("num_tokens")), own)
         names = schedules.facts_read.get((runner, sizes))
         if not names:
             return (runner, sizes)
-        return (runner, sizes, tuple(_frozen(facts.get(name)) for name in names))
+        read = tuple(_frozen(list(facts) if name == FACT_NAMES else facts.get(name)) for name in names)
+        return (runner, sizes, read)
 
     def _make(
         self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
@@ -173,12 +178,12 @@ class Engine:
         if pattern is not None and len(pattern[0].micro_batches) <= ctx.batch_size:
             plan, functions = ctx.resized(pattern[0]), pattern[1]
         else:
-            plan, functions = self._schedule(schedules.scheduler, ctx)
+            plan, functions = self._schedule(schedules.scheduler, ctx, runner.graph.partial)
             if schedules.has_key and ctx.even_split is not None:
                 schedules.patterns[runner, spaces, key[-1]] = (plan, functions)
         checked_at = time.perf_counter()
         if self.check_plans:
-            check(plan, graph, ctx.batch_size)
+            check(plan, graph, ctx.batch_size, ctx.facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
         lowered_at = time.perf_counter()
         lowered = self.lowerer.lower(plan, graph, {**runner.graph.hints, **values}, functions)
         end = time.perf_counter()
@@ -195,18 +200,24 @@ class Engine:
         schedules.plans[key] = lowered
         return lowered
 
-    def _schedule(self, scheduler: OpSchedulerBase, ctx: ScheduleContext) -> tuple[Plan, Mapping[str, Any]]:
+    def _schedule(
+        self, scheduler: OpSchedulerBase, ctx: ScheduleContext, part: bool
+    ) -> tuple[Plan, Mapping[str, Any]]:
         self.stats.scheduler_calls += 1
         try:
-            result = scheduler.schedule(ctx)
-        except DynaFlowError:
-            raise
-        except Exception as e:
+            result = _user(scheduler, "schedule", ctx)
+        except SplitError as e:
+            if not part or ctx.can_split:
+                raise
+            # A part of a model that breaks the graph may well have no batch: that is nobody's mistake.
+            self.stats.plain_graphs += 1
+            self.stats.plain_reasons.append(str(e))
+            return ctx.whole(), {}
+        if result is not None and not isinstance(result, Plan):
             raise ScheduleError(
-                f"the scheduler {type(scheduler).__name__} raised {type(e).__name__}: {e}",
-                line=raised_at(e),
-                advice="mend schedule(); the original error is above",
-            ) from e
+                f"{type(scheduler).__name__}.schedule() returned {result!r}",
+                advice="return nothing, ctx.sequential(), or a Plan",
+            )
         if isinstance(result, Plan):
             return result, {t.replace: _imported(t.replace) for t in result.tasks if t.replace}
         return ctx.finish(), ctx.functions
@@ -250,7 +261,9 @@ class GraphRunner:
     """One captured graph, as Dynamo calls it."""
 
     def __init__(self, engine: Engine, graph: CapturedGraph) -> None:
-        self.engine, self.graph = engine, graph
+        # Dynamo keeps runners for as long as the model's code lives: a compiled object's engine must not be.
+        self._engine: Callable[[], Engine | None] = weakref.ref(engine) if engine.owned else lambda: engine
+        self.graph = graph
         self.plain: str | None = None
         """Why the graph runs plainly, if it does."""
         self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None)
@@ -270,7 +283,8 @@ class GraphRunner:
         return self._probes[spaces]
 
     def __call__(self, *args: Any) -> Any:
-        engine = self.engine
+        engine = self._engine()
+        assert engine is not None, "called by a compiled model that is gone"
         lowered = engine.find(self, args)
         if engine.local.plan_only:
             if lowered is None:
@@ -297,7 +311,7 @@ class _Raiser:
         self.error = error
 
     def __call__(self, *args: Any) -> Any:
-        raise self.error
+        raise self.error.with_traceback(None)
 
 
 def _checked_scheduler(scheduler: Any) -> OpSchedulerBase:
@@ -308,8 +322,22 @@ def _checked_scheduler(scheduler: Any) -> OpSchedulerBase:
     return scheduler
 
 
+def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:
+    """Calls the user's code; what it raises names the line."""
+    try:
+        return getattr(scheduler, method)(*args)
+    except DynaFlowError:
+        raise
+    except Exception as e:
+        raise ScheduleError(
+            f"the scheduler {type(scheduler).__name__} raised {type(e).__name__}: {e}",
+            line=raised_at(e),
+            advice=f"mend {method}(); the original error is above",
+        ) from e
+
+
 def _checked_rules(scheduler: OpSchedulerBase) -> tuple[Any, ...]:
-    rules = tuple(scheduler.partition())
+    rules = tuple(_user(scheduler, "partition"))
     for rule in rules:
         if not isinstance(rule, (SplitModule, SplitFunc)):
             raise PartitionError(

@@ -22,10 +22,9 @@ def verified_run(lowered: Lowered, args: tuple[Any, ...]) -> Any:
     """Runs the plan and returns its results; raises VerifyError if the plain model gives others."""
     graph = lowered.graph.graph
     plain_args, spare_args = _copy(args), _copy(args)
-    rng = torch.get_rng_state()
-    with torch.no_grad():
+    devices = [graph.device] if graph.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad():
         expected = graph.gm(*plain_args)
-    torch.set_rng_state(rng)
     result = lowered(args)
     pairs = [(f"result {i}", e, r) for i, (e, r) in enumerate(zip(tree_iter(expected), tree_iter(result), strict=True))]
     pairs += [

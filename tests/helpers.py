@@ -62,7 +62,9 @@ def uneven(batch: int) -> list[int]:
     return [1, batch - 3, 2]
 
 
-def compiled(model: Callable[..., Any], scheduler: df.OpSchedulerBase | None = None, **options: Any) -> df.CompiledModel:
+def compiled(
+    model: Callable[..., Any], scheduler: df.OpSchedulerBase | None = None, **options: Any
+) -> df.CompiledModel:
     return df.compile(model, scheduler or Each(), **{"operators": "eager", **options})
 
 

@@ -375,6 +375,9 @@ class _Build:
         """Views among the results that their operators hand out themselves."""
         self.crossing: set[int] = set()
         self.written = {s for n in self.home for s in self.facts[n].writes}
+        self.last_write: dict[int, int] = {}
+        for n in sorted(self.home, key=self.position.__getitem__):
+            self.last_write.update(dict.fromkeys(self.facts[n].writes, self.position[n]))
 
     def result(self) -> OpGraph:
         returned = self._returned()
@@ -415,7 +418,9 @@ class _Build:
         """One of several results of a computing node."""
         while isinstance(node, fx.Node) and node.target is operator.getitem:
             node = node.args[0]
-            if node in self.home and not isinstance(self.facts[node].value, torch.Tensor):
+            if isinstance(self.facts[node].value, torch.Tensor):  # it takes a part of a tensor
+                return False
+            if node in self.home:
                 return True
         return False
 
@@ -432,12 +437,7 @@ class _Build:
         return not any(self.facts[n].refusals or self.facts[n].sized for n in _chain(node, self.facts))
 
     def _storages(self, node: Any) -> set[int]:
-        found: set[int] = set()
-        if not isinstance(node, fx.Node):
-            return found
-        for base in _bases(node, self.facts):
-            found |= self.facts[base].made
-        return found
+        return self.facts[node].storages if isinstance(node, fx.Node) else set()
 
     def _value(self, node: fx.Node) -> int:
         if node not in self.value_of:
@@ -506,14 +506,21 @@ class _Build:
                 return reason, source_line(n)
         for n in piece.made:
             if self._may_copy(n):
-                return f"{target_names(n)[0]} may copy memory that is written later", source_line(n)
+                return f"{target_names(n)[0]} may copy memory that is written, or not, as the rows fall", source_line(n)
         return None, None
 
     def _may_copy(self, node: fx.Node) -> bool:
         """reshape and its kin look at memory or copy it, as the strides fall: not to be left to the slice."""
-        if not self.facts[node].view or target_names(node)[0] not in _MAY_COPY:
+        if target_names(node)[0] not in _MAY_COPY:
             return False
-        return bool(self._storages(node) & self.written) and any(d for d in self.probe.dims(node))
+        dims = self.probe.dims(node)
+        # What was written before is the same in a copy and in a view: only later writes tell them apart.
+        written = {s for s, at in self.last_write.items() if at > self.position[node]}
+        if self.facts[node].view:  # any rows of it are a view as well when they are outermost
+            return bool(self._storages(node) & written) and any(dims)
+        # It copies. A single row may be a view, and then a write to one side is seen on the other.
+        memory = self._storages(node).union(*(self._storages(a) for a in node.all_input_nodes))
+        return bool(memory & written) and any(dim is not None for dim in dims)
 
     def _name(self, g: int) -> str:
         group = self.groups[g]

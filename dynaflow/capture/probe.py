@@ -42,6 +42,8 @@ class NodeFacts:
     value: Any = None
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
+    storages: set[int] = field(default_factory=set)
+    """Storages behind the result."""
     made: set[int] = field(default_factory=set)
     """Storages that came into being in this node and live on in its result."""
     refusals: dict[int, str] = field(default_factory=dict)
@@ -192,7 +194,8 @@ class _Run(fx.Interpreter):
         else:
             self._call(node, facts)
         result = _tensors(facts.value)
-        facts.made = {n for t in result if (n := self.number(t)) >= before or node.op == "placeholder"}
+        facts.storages = {self.number(t) for t in result}
+        facts.made = {n for n in facts.storages if n >= before}
         if node.op in ("placeholder", "get_attr", "output"):
             return facts.value
         self._taint(node, facts)

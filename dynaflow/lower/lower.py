@@ -16,6 +16,7 @@ from dynaflow.lower.operators import Operators, Sizes, Source
 from dynaflow.lower.program import Program, make_program
 from dynaflow.run.lanes import Call, LanePool
 from dynaflow.run.streams import StreamPool, StreamRun
+from dynaflow.schedule.context import fusion_values
 from dynaflow.schedule.plan import Plan, Task
 
 OnTask = Callable[[Task, str], None]
@@ -99,8 +100,13 @@ class Lowerer:
     def _all_values(
         self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]], args: Any
     ) -> dict[int, Any]:
-        fused = {i.op for t in plan.tasks if t.replace for i in t.items}
-        inner = tuple(v for op in graph.ops if op.name not in fused for v in op.writes)
+        hidden: set[int] = set()  # values that stay inside a fusion
+        for task in plan.tasks:
+            if task.replace:
+                items = [(graph.by_name[i.op], i.micro_batches) for i in task.items]
+                shown = set(fusion_values(graph, items)[1])
+                hidden |= {v for op, parts in items for v in op.writes if (v, parts) not in shown}
+        inner = tuple(v for op in graph.ops for v in op.writes if v not in hidden)
         every = replace(graph, outputs=inner, ending=None)
         program = make_program(plan, every, sizes, self.operators, functions)
         code = generate(program, cuda=graph.graph.device.type == "cuda", hook=self.on_task is not None)

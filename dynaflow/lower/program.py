@@ -119,7 +119,15 @@ class _Maker:
     def _plain(self, step: Step, task: Task) -> None:
         (item,) = task.items
         op = self.graph.by_name[item.op]
-        parts = item.micro_batches
+        runs = [item.micro_batches]
+        if any(self._writes(op, v) and self.graph.values[v].input is not None for v in op.reads):
+            # A join is a copy, and what is written to a copy of an argument is lost: only neighbours go together.
+            runs = _neighbours(item.micro_batches)
+        for parts in runs[:-1]:
+            step.before.append(self._call(step, op, parts))
+        step.call = self._call(step, op, runs[-1])
+
+    def _call(self, step: Step, op: Op, parts: Parts) -> str:
         sizes = self._sizes(parts)
         numbers = [str(concrete(e, sizes)) for e in op.symbols]
         reads = [self._fetch(v, parts, step, op) for v in op.reads]
@@ -129,10 +137,10 @@ class _Maker:
         name = f"op{op.index}"
         call = self.operators.get(source, sizes)
         if self.program.names.get(name, call) != call:  # another size of the same operator, compiled apart
-            name = f"op{op.index}_{step.task}"
+            name = f"op{op.index}_{len(self.program.names)}"
         self.program.names[name] = call
         targets = "".join(f"{self._made(v, parts, step)}, " for v in op.writes)
-        step.call = (f"{targets.rstrip()} = " if targets else "") + f"{name}({', '.join(numbers + reads)})"
+        return (f"{targets.rstrip()} = " if targets else "") + f"{name}({', '.join(numbers + reads)})"
 
     def _fused(self, step: Step, task: Task) -> None:
         items = [(self.graph.by_name[i.op], i.micro_batches) for i in task.items]
@@ -184,7 +192,7 @@ class _Maker:
         names = [self._slice(value, var, held, step) for var, held in pieces]
         if len(names) == 1:
             return names[0]
-        return self._join(value, names, [held for _, held in pieces], step, keep=writes)
+        return self._join(value, names, parts, step, keep=writes)
 
     def _slice(self, value: Value, var: _Var, parts: Parts, step: Step | None) -> str:
         self._use(var.name, step)
@@ -205,12 +213,11 @@ class _Maker:
                 self.program.variables.append(name)
         return self.slices[key]
 
-    def _join(self, value: Value, names: list[str], pieces: list[Parts], step: Step | None, keep: bool) -> str:
+    def _join(self, value: Value, names: list[str], parts: Parts, step: Step | None, keep: bool) -> str:
         name = f"j{value.index}_{len(self.program.names)}"
         assert value.shape is not None
-        ((space, dim), *more) = [(n, d) for n, d in enumerate(value.dims) if d is not None]
+        (dim, *more) = [d for d in value.dims if d is not None]
         assert not more, "a value that carries both rows and requests can't be joined"
-        parts = tuple(m for held in pieces for m in held)
         sizes = self._sizes(parts)
         strides = [concrete(e, sizes) for e in value.shape.stride]
         join = Join.along(dim, strides)
@@ -226,13 +233,7 @@ class _Maker:
         step.before.append(line)
         self._new(name, step)
         self._use(name, step)
-        if keep and value.input is not None:  # the caller's own memory: what is written to the copy goes back there
-            start = 0
-            for piece, held in zip(names, pieces, strict=True):
-                _, length = self._range(value, space, dim, held, held)
-                step.after.append(f"{piece}.copy_({name}.narrow({dim}, {start}, {length}))")
-                start += length
-        elif keep:  # the operator writes into the joined copy: from here on, that is the value
+        if keep:  # the operator writes into the joined copy: from here on, that is the value
             var = _Var(name, parts)
             self.where[value.index] = {**self.where[value.index], **dict.fromkeys(parts, var)}
         return name
@@ -304,6 +305,17 @@ class _Maker:
                 if needed & ~(known | 1 << step.task) == 0:
                     step.frees.extend(names)
                     break
+
+
+def _neighbours(parts: Parts) -> list[Parts]:
+    """Cut wherever a micro-batch is left out."""
+    found: list[Parts] = []
+    for m in parts:
+        if found and found[-1][-1] + 1 == m:
+            found[-1] = (*found[-1], m)
+        else:
+            found.append((m,))
+    return found
 
 
 def _extent(part: MicroBatch, space: int) -> int:

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.errors import PlanError, SplitError
 from dynaflow.schedule.plan import Plan
@@ -16,10 +18,13 @@ from dynaflow.schedule.plan import Plan
 _REMAKE = "make the plan again with this model, scheduler and version"
 
 
-def check(plan: Plan, graph: OpGraph, batch_size: int) -> None:
+def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int] | None = None) -> None:
+    """`num_tokens`: the lengths of the requests, when the batch is ragged."""
     if plan.graph != graph.fingerprint:
         raise PlanError(f"the plan is for another graph ({plan.graph}, this is {graph.fingerprint})", advice=_REMAKE)
     _check_micro_batches(plan, batch_size)
+    if len(plan.micro_batches) > 1:
+        _check_requests(plan, num_tokens)
     if plan.sequential:
         return
     _check_lanes(plan)
@@ -45,6 +50,25 @@ def _check_micro_batches(plan: Plan, batch_size: int) -> None:
         raise SplitError(
             f"the plan splits {row} rows, but the batch has {batch_size}", advice="give sizes that add up to the batch"
         )
+
+
+def _check_requests(plan: Plan, num_tokens: Sequence[int] | None) -> None:
+    """A ragged batch is cut between its requests; others know of none."""
+    ragged = [m.requests is not None for m in plan.micro_batches]
+    if any(ragged) != all(ragged):
+        raise SplitError("some micro-batches hold requests, and some rows alone", advice=_REMAKE)
+    if num_tokens is None:
+        return
+    for m in plan.micro_batches:
+        rows = sum(num_tokens[m.requests[0] : m.requests[1]]) if m.requests else None
+        if rows != m.size:
+            raise SplitError(
+                f"micro-batch {m.index} holds {m.size} tokens, which are not those of its requests ({m.requests})",
+                advice='split at the boundaries of facts["num_tokens"], as ctx.split does',
+            )
+    count = (plan.micro_batches[-1].requests or (0, 0))[1]
+    if count != len(num_tokens):
+        raise SplitError(f"the plan splits {count} requests, but the batch has {len(num_tokens)}", advice=_REMAKE)
 
 
 def _check_lanes(plan: Plan) -> None:
@@ -94,8 +118,10 @@ def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
                 raise PlanError(f"task {t} runs {item.op!r}, which the graph does not have", op=item.op, advice=_REMAKE)
             if not op.splittable and item.micro_batches != everything:
                 raise _illegal_split(op)
-            if list(item.micro_batches) != sorted(item.micro_batches):
-                raise PlanError(f"task {t} runs {item} for micro-batches out of order", op=item.op, advice=_REMAKE)
+            if not item.micro_batches or list(item.micro_batches) != sorted(item.micro_batches):
+                raise PlanError(f"task {t} runs {item}: no micro-batches, or out of order", op=item.op, advice=_REMAKE)
+            if task.replace and item.micro_batches != everything[item.micro_batches[0] :][: len(item.micro_batches)]:
+                raise PlanError(f"task {t} fuses {item}, which leaves out micro-batches", op=item.op, advice=_REMAKE)
             for m in item.micro_batches:
                 if m not in everything:
                     raise PlanError(f"task {t} runs {item} for a micro-batch that is not there", op=item.op, advice=_REMAKE)

@@ -14,6 +14,8 @@ from dynaflow.errors import ScheduleError, SplitError, user_line
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
 
 DEFAULT_LANE = "main"
+FACT_NAMES = ""
+"""Stands, among the facts that were read, for the question which facts there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +51,11 @@ class Facts(Mapping[str, Any]):
         return self._facts[name]
 
     def __iter__(self) -> Iterator[str]:
+        self.read.add(FACT_NAMES)
         return iter(self._facts)
 
     def __len__(self) -> int:
+        self.read.add(FACT_NAMES)
         return len(self._facts)
 
 
@@ -103,7 +107,7 @@ class ScheduleContext:
                 "split() after get_ready_ops() or execute()", line=user_line(), advice="split first, then execute"
             )
         self._require_batch()
-        sizes = [parts] if isinstance(parts, int) else list(parts)
+        sizes = list(parts) if isinstance(parts, Sequence) else [parts]
         if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
             raise SplitError(
                 f"split({parts!r}): a micro-batch can't be empty", line=user_line(), advice="pass positive numbers"
@@ -152,7 +156,7 @@ class ScheduleContext:
         in the same manner, as a tensor or a tuple. Writes that the items do in place are its duty as well.
         """
         self._start()
-        items = [ops] if isinstance(ops, OpItem) else list(ops)
+        items = list(ops) if isinstance(ops, Sequence) else [ops]
         self._check_call(items, lane, replace_func)
         fused = replace_func is not None
         merged = items if fused else [_merge(items)]
@@ -180,8 +184,7 @@ class ScheduleContext:
     def finish(self) -> Plan:
         """The plan that the scheduler has described."""
         if self._sequential or (not self._tasks and not self.ops):
-            whole = (MicroBatch(index=0, start=0, stop=self.batch_size),)
-            return Plan(graph=self._graph.fingerprint, micro_batches=whole, lanes=(), tasks=())
+            return self.whole()
         self._start()
         left = [op for op in self.ops if any((op.index, m) not in self._owner for m in self._units(op))]
         if left:
@@ -196,6 +199,15 @@ class ScheduleContext:
         return Plan(
             graph=self._graph.fingerprint, micro_batches=self.micro_batches, lanes=lanes, tasks=tuple(self._tasks)
         )
+
+    def whole(self) -> Plan:
+        """The plan that runs the uncut graph."""
+        every = (MicroBatch(index=0, start=0, stop=self.batch_size),)
+        return Plan(graph=self._graph.fingerprint, micro_batches=every, lanes=(), tasks=())
+
+    @property
+    def can_split(self) -> bool:
+        return self._has_batch and any(op.splittable for op in self.ops)
 
     def resized(self, plan: Plan) -> Plan:
         """The same decisions for this context's batch: the same number of equal parts, in the same order."""

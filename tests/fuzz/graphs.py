@@ -22,6 +22,8 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from dynaflow.capture.rules import MARK, mark
+
 T = TypeVar("T")
 
 HINT = 22
@@ -117,8 +119,6 @@ class RandomGraph:
 
     def source(self) -> tuple[str, dict[str, Any]]:
         """The same program as a Python function of the tensors alone, and the names that it uses."""
-        from dynaflow import mark
-
         names: dict[str, Any] = {"torch": torch, "mark": mark}
         first = next(i for i in self.inputs if i.batch_dim is not None)
         lines = [f"def model({', '.join(i.name for i in self.inputs)}):"]
@@ -134,7 +134,10 @@ class RandomGraph:
                     short = f"call_{node.target.__name__}"
                     names[short] = node.target
                     call = f"{short}({', '.join(given)})"
-                line = f"{node.name} = {call}"
+                if node.target is operator.setitem:  # Dynamo wants the statement
+                    line = f"{given[0]}[{given[1]}] = {given[2]}"
+                else:
+                    line = f"{node.name} = {call}"
                 marked = self.marks.get(node.name)
                 lines += [f"    with mark({marked!r}):", f"        {line}"] if marked else [f"    {line}"]
         return "\n".join(lines) + "\n", names
@@ -277,12 +280,17 @@ class Builder:
                 random = torch.Generator().manual_seed(number)
                 tensors[given.name] = given.make(batch, random, tensors)
             values = tuple(tensors[given.name] for tensors in made)
-            symbol[given.name] = symbol[given.view_of] if given.view_of else self.dice.below(len(self.numbers))
+            # What nobody declares is found by its first dim alone, so a second name for the batch stands only there.
+            free = number > 0 and given.batch_dim == 0
+            named = self.dice.below(len(self.numbers)) if free else 0
+            symbol[given.name] = symbol[given.view_of] if given.view_of else named
             node = self.graph.placeholder(given.name)
             self.values[node] = values
             self.inputs.append(given)
             self.vars.append(Var(node, values[0], given.writable))
             self._give(node, Example.of(values, symbol[given.name]), given.name, given.owned, values[0])
+        if len(self.numbers) > 1 and 1 not in symbol.values():  # Dynamo passes no size that no input has
+            self.graph.erase_node(self.numbers.pop())
 
     def _give(self, node: fx.Node, value: Any, name: str, owned: bool, example: Any) -> None:
         node.meta["example_value"] = value
@@ -720,6 +728,22 @@ def write_part(b: Builder) -> Any:
 
 
 @step()
+def write_to_copy_or_view(b: Builder) -> Any:
+    """Which of the two it is depends on the strides, and may be another for a few rows than for all."""
+    x = _target(b)
+    if x.ndim and b.dice.one_in(2):
+        x = b.call("transpose", x, 0, b.dice.below(x.ndim))
+    kind = b.dice.below(3)
+    if kind == 0:
+        y = b.call("contiguous", x)
+    elif kind == 1 and x.ndim > 1:
+        y = b.call("flatten", x, 0, 1)
+    else:
+        y = b.call("reshape", x, b.size_node(x.shape[0]) if x.ndim else 1, -1)
+    return b.call("add_", b.dice.pick([y, x]), 1.0)
+
+
+@step()
 def count(b: Builder) -> Any:
     counter = b.some(lambda v: v.writable and v.ndim == 0 and v.node.op == "placeholder")
     return b.call("add_", counter, 1)
@@ -803,11 +827,11 @@ def _mark(b: Builder) -> dict[str, str]:
             now = b.dice.pick(["", *names])
         if now:
             marks[node.name] = now
-            node.meta["custom"] = {"dynaflow": (now, (), None)}
+            node.meta["custom"] = {f"{MARK}.{now}": (now, (), None)}
     return marks
 
 
-def random_graph(dice: Dice, steps: int = 14) -> RandomGraph:
+def random_graph(dice: Dice, steps: int = 20) -> RandomGraph:
     b = Builder(dice)
     _inputs(b)
     wanted = 2 + dice.below(steps)

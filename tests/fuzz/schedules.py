@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-
 
 from dynaflow import OpSchedulerBase, SplitFunc
 from dynaflow.capture.ops import Op, OpGraph
@@ -21,8 +20,8 @@ LANES = ("main", "side", "third", "fourth")
 class RandomScheduler(OpSchedulerBase):
     """Any schedule that the context allows."""
 
-    def __init__(self, dice: Dice, functions: list[str], hints: Callable[[], Mapping[Any, int]]) -> None:
-        self.dice, self.hints = dice, hints
+    def __init__(self, dice: Dice, functions: list[str]) -> None:
+        self.dice = dice
         self.rules = [SplitFunc(dice.pick(functions))] if functions and dice.one_in(3) else []
         self.refused: str | None = None
         """Why nothing could be split, when that is so."""
@@ -45,14 +44,14 @@ class RandomScheduler(OpSchedulerBase):
                 chosen = [item, *(i for i in others if not dice.one_in(3))]
                 ctx.execute(chosen, lane)
             elif fuses and len(chain := self._chain(ctx, item, others)) > 1:
-                ctx.execute(chain, lane, replace_func=fused(ctx, chain, self.hints()))
+                ctx.execute(chain, lane, replace_func=fused(ctx, chain))
             else:
                 ctx.execute(item, lane)
         return None
 
     def _split(self, ctx: ScheduleContext) -> None:
         dice, rows = self.dice, ctx.batch_size
-        parts = 1 + dice.below(min(4, rows))
+        parts = min(dice.pick([1, 2, 3, 4, 2, 3, 4, 5]), rows)
         if parts == 1:
             return
         sizes: list[int] | int = parts
@@ -76,7 +75,8 @@ class RandomScheduler(OpSchedulerBase):
         if others and self.dice.one_in(2):
             second = self.dice.pick(others)
             longer = self._grown(ctx, [*chain, second], second)
-            if len(chain) == 1 or len(longer) > len(chain) + 1:  # an item with no neighbour is no part of a chain
+            grown = len(longer) - len(chain) - 1
+            if bool(grown) == (len(chain) > 1):  # an item with no neighbour is no part of a chain
                 return longer
         return chain
 
@@ -95,7 +95,7 @@ class RandomScheduler(OpSchedulerBase):
         return chain
 
 
-def fused(ctx: ScheduleContext, items: list[OpItem], hints: Mapping[Any, int]) -> Callable[..., Any]:
+def fused(ctx: ScheduleContext, items: list[OpItem]) -> Callable[..., Any]:
     """A function that computes what the items do, by calling their own modules."""
     graph = ctx._graph
     chain = [(i.op, i.micro_batches) for i in items]
@@ -103,7 +103,7 @@ def fused(ctx: ScheduleContext, items: list[OpItem], hints: Mapping[Any, int]) -
     numbers = []
     for op, ms in chain:
         rows = sum(ctx.micro_batches[m].size for m in ms)
-        sizes = {**hints, **{s: rows for space in graph.spaces for s in space}}
+        sizes = {**graph.graph.hints, **{s: rows for space in graph.spaces for s in space}}
         numbers.append([concrete(e, sizes) for e in op.symbols])
 
     def run(*args: Any) -> tuple[Any, ...]:
@@ -232,6 +232,11 @@ def _turn_parts(plan: Plan, graph: OpGraph, dice: Dice) -> Plan | None:
     return _edit(plan, i, items=(replace(item, micro_batches=item.micro_batches[::-1]),))
 
 
+def _run_for_nothing(plan: Plan, graph: OpGraph, dice: Dice) -> Plan:
+    task = dice.pick(plan.tasks)
+    return _with(plan, [*plan.tasks, replace(task, items=(replace(task.items[0], micro_batches=()),), replace=None)])
+
+
 def _move_bound(plan: Plan, graph: OpGraph, dice: Dice) -> Plan:
     parts = list(plan.micro_batches)
     i = dice.below(len(parts))
@@ -281,6 +286,7 @@ _KINDS: dict[str, Callable[[Plan, OpGraph, Dice], Plan | None]] = {
     "split an unsplittable operator": _split_unsplittable,
     "drop a part of a merge": _drop_part,
     "turn a merge round": _turn_parts,
+    "run for nothing": _run_for_nothing,
     "move a bound": _move_bound,
     "an extra micro-batch": _extra_part,
     "wait for a later task": _wait_for_later,
@@ -338,6 +344,8 @@ def _not_once(plan: Plan, graph: OpGraph) -> str | None:
                 return f"{item.op} runs for a part"
             if list(item.micro_batches) != sorted(item.micro_batches):  # its rows would come in another order
                 return f"{item} has its micro-batches out of order"
+            if not item.micro_batches:
+                return f"{item} runs for nothing"
     runs = sorted((op.index, m) for op, m, _, _ in _runs(plan, graph))
     if runs != sorted((op.index, m) for op in graph.ops for m in parts):
         return "some operator does not run once for each micro-batch"

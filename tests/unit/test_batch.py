@@ -534,6 +534,31 @@ def test_ragged_batch_from_call_to_call() -> None:
             assert {m.stop for m in plan.micro_batches} <= ends
 
 
+def test_own_key_does_not_lose_the_requests() -> None:
+    class OneKey(Each):
+        def key(self, ctx: df.ScheduleContext) -> str:
+            return "always"
+
+    fast = compiled(Packed(), OneKey(PACKED_RULES, 2))
+    with torch.no_grad():
+        for tokens in ([3, 1, 4, 2], [1, 1, 7, 1]):
+            x, lens = randn(10, 8), torch.tensor(tokens)
+            assert_equal(fast(x, lens, facts={"num_tokens": tokens}), fast._model(x, lens))
+            ends = {sum(tokens[:i]) for i in range(5)}
+            assert {m.stop for m in fast.plan(x, lens, facts={"num_tokens": tokens}).micro_batches} <= ends
+
+
+def test_plan_for_other_requests_is_refused() -> None:
+    fast = compiled(Packed(), Each(PACKED_RULES, 2))
+    with torch.no_grad():
+        text = fast.plan(*packed(), facts={"num_tokens": TOKENS}).to_json()
+    again = compiled(fast._model, Scheduler(lambda ctx: df.Plan.from_json(text), PACKED_RULES))
+    with torch.no_grad():
+        assert_equal(again(*packed(), facts={"num_tokens": TOKENS}), fast._model(*packed()))
+        with pytest.raises(df.SplitError, match="not those of its requests"):
+            again(*packed(), facts={"num_tokens": [1, 1, 1, 7]})
+
+
 def test_facts_may_be_a_function() -> None:
     now = {"num_tokens": [4, 6]}
     fast = compiled(Packed(), Each(PACKED_RULES, 2), facts=lambda: now)

@@ -251,7 +251,8 @@ class Gated(nn.Module):
 
 def test_function_called_in_two_modules_gives_two_operators() -> None:
     ops = cut(nn.Sequential(Gated(), Gated()), [df.SplitFunc(gate, tag="gate")])
-    assert {name: functions(op) for name, op in ops.items()} == {"0.gate": ["sigmoid", "mul"], "1.gate": ["sigmoid", "mul"]}
+    gates = {name: functions(op) for name, op in ops.items()}
+    assert gates == {"0.gate": ["sigmoid", "mul"], "1.gate": ["sigmoid", "mul"]}
 
 
 def test_function_called_twice_gives_two_operators() -> None:
@@ -310,7 +311,8 @@ def test_operator_of_another_library_with_torchs_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.relu(x) + torch.ops.dynaflow_tests.relu(x)
 
-    ops = cut(Net(), [df.SplitFunc(torch.ops.dynaflow_tests.relu, tag="theirs"), df.SplitFunc(torch.relu, tag="torch's")])
+    theirs = torch.ops.dynaflow_tests.relu
+    ops = cut(Net(), [df.SplitFunc(theirs, tag="theirs"), df.SplitFunc(torch.relu, tag="torch's")])
     assert sorted(tuple(op.tags) for op in ops.values() if op.tags) == [("theirs",), ("torch's",)]
 
 
