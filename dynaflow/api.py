@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import inspect
 import itertools
 import weakref
@@ -70,7 +71,8 @@ class CompiledModel:
         engine.owned = True
         self._call = torch.compile(_own_frame(model), backend=_backend_of(engine), fullgraph=fullgraph)
         self._takes_facts = "facts" in _signature(model)
-        self.__signature__ = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+        with contextlib.suppress(TypeError, ValueError):  # builtins have none
+            self.__signature__ = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. `facts={...}` goes to the scheduler, unless the model has such a parameter."""
@@ -93,7 +95,7 @@ class CompiledModel:
             return ready.plan
         finally:
             local.plan_only = False
-        raise PlanError("the model gave no graph to plan", advice="it may not use torch operators, or can't be captured")
+        raise PlanError("the model gave no graph to plan", advice="does it use torch operators on tensors?")
 
     @property
     def stats(self) -> Stats:
@@ -171,7 +173,7 @@ def _own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo keeps what it compiles with a function's code, counts recompiles there, and remembers by file name and
     line which sizes have changed: models would share all of it, and outlive their compiled object.
     """
-    source = "def bind(model):\n    def call(*args, **kwargs):\n        return model(*args, **kwargs)\n    return call\n"
+    source = "def bind(model):\n  def call(*args, **kwargs):\n    return model(*args, **kwargs)\n  return call\n"
     names: dict[str, Any] = {"__name__": __name__}
     exec(builtins.compile(source, f"<dynaflow call {next(_numbers)}>", "exec"), names)
     # Dynamo keeps the globals until the code is gone: they must not lead back to it.

@@ -106,5 +106,5 @@ def _copy(args: tuple[Any, ...]) -> tuple[Any, ...]:
         storage = arg.untyped_storage()
         made = storages.setdefault(storage._cdata, storage.clone())
         empty = torch.empty(0, dtype=arg.dtype, device=arg.device)
-        copies.append(empty.set_(made, arg.storage_offset(), arg.size(), arg.stride()))  # type: ignore[call-overload]
+        copies.append(empty.set_(made, arg.storage_offset(), arg.size(), arg.stride()))
     return tuple(copies)

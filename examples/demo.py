@@ -71,7 +71,8 @@ def main() -> None:
     model = LlamaForCausalLM(config).eval().to(device, torch.bfloat16 if big else torch.float32)
     inputs = {"input_ids": torch.randint(0, 1024, (batch, length), device=device)}
     name = torch.cuda.get_device_name() if big else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-    print(f"Llama of {layers} layers, hidden {hidden}, batch {batch} x {length} tokens, on {name}; torch {torch.__version__}")
+    print(f"Llama of {layers} layers, hidden {hidden}, batch {batch} x {length} tokens, on {name}")
+    print(f"torch {torch.__version__}, dynaflow {df.__version__}")
 
     with torch.inference_mode():
         expected = model(**inputs).logits

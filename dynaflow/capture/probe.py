@@ -162,10 +162,8 @@ class _Run(fx.Interpreter):
         shared: dict[int, int] = {}
         for given in self.captured.inputs:
             if given.shape is None:
-                value = self.values.get(given.symbol) if given.symbol is not None else None  # type: ignore[call-overload]
-                if value is None and given.symbol is not None:
-                    value = concrete(given.symbol, self.values)
-                made.append(given.node.meta["example_value"] if value is None else value)
+                known = given.symbol is not None
+                made.append(concrete(given.symbol, self.values) if known else given.node.meta["example_value"])
                 continue
             tensor = _fake(given.shape, self.values)
             if not given.owned:
@@ -193,6 +191,7 @@ class _Run(fx.Interpreter):
                 self.number(tensor)
         else:
             self._call(node, facts)
+        self._drop_chance_labels(node, facts.value)
         result = _tensors(facts.value)
         facts.storages = {self.number(t) for t in result}
         facts.made = {n for n in facts.storages if n >= before}
@@ -228,6 +227,26 @@ class _Run(fx.Interpreter):
             facts.reads |= {self.number(t) for a in node.all_input_nodes for t in _tensors(self.facts[a].value)}
             for space in range(len(self.primes)):
                 facts.refusals.setdefault(space, f"{node.target} could not be analysed ({type(e).__name__})")
+
+    def _drop_chance_labels(self, node: fx.Node, value: Any) -> None:
+        """A size may be the batch's by chance: twice its half, which is one less when the batch is odd."""
+        shape = self.captured.shapes.get(node)
+        if shape is None or not isinstance(value, torch.Tensor):
+            return
+        dims = _dims(value, len(self.primes))
+        kept = tuple(
+            dim if dim is not None and self._grows_with_rows(shape.size[dim], prime) else None
+            for dim, prime in zip(dims, self.primes, strict=True)
+        )
+        if kept != dims:
+            _set_dims(value, kept)
+
+    def _grows_with_rows(self, size: sympy.Expr, prime: int) -> bool:
+        if size.is_Symbol:
+            return True
+        rows = 2 * prime
+        more = {s: n + 1 if n == rows else n for s, n in self.values.items()}
+        return concrete(size, self.values) * (rows + 1) == concrete(size, more) * rows
 
     def _taint(self, node: fx.Node, facts: NodeFacts) -> None:
         """A batch size that is used as a number, not as a size, can't be recomputed for a part of the batch."""
@@ -294,8 +313,8 @@ class _Observer(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.facts.writes.add(RNG)
         if not _is_view(schema):
-            written = [t for a, v in _bind(schema, args, kwargs) if a.alias_info and a.alias_info.is_write for t in _tensors(v)]
-            self._touch(given, written)
+            writes = [v for a, v in _bind(schema, args, kwargs) if a.alias_info and a.alias_info.is_write]
+            self._touch(given, _tensors(writes))
         dims: list[list[int | None]] = [[None] * spaces for _ in outs]
         for space, prime in enumerate(self.run.primes):
             found = follow_rows(func, args, kwargs, outs, 2 * prime, lambda t, s=space: _dims(t, spaces)[s])  # type: ignore[misc]

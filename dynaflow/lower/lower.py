@@ -123,7 +123,7 @@ class Lowerer:
         numbers = [n for n, i in enumerate(graph.inputs) if i.shape is None]
         order = numbers + [n for n, i in enumerate(graph.inputs) if i.shape is not None]
         shapes = tuple(i.shape for i in graph.inputs if i.shape is not None)
-        source = Source(module=_numbers_first(graph), symbols=symbols, shapes=shapes, free=frozenset())  # type: ignore[arg-type]
+        source = Source(module=_numbers_first(graph), symbols=symbols, shapes=shapes, free=frozenset())
         call = self.operators.get(source, sizes)
         return lambda args: call(*[args[n] for n in order])
 

@@ -124,7 +124,8 @@ def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
                 raise PlanError(f"task {t} fuses {item}, which leaves out micro-batches", op=item.op, advice=_REMAKE)
             for m in item.micro_batches:
                 if m not in everything:
-                    raise PlanError(f"task {t} runs {item} for a micro-batch that is not there", op=item.op, advice=_REMAKE)
+                    what = f"task {t} runs {item} for a micro-batch that is not there"
+                    raise PlanError(what, op=item.op, advice=_REMAKE)
                 taken = owner[op.index][m]
                 if taken is not None:
                     raise PlanError(

@@ -296,7 +296,8 @@ class ScheduleContext:
                 advice="pass what get_ready_ops() returned: one item, or a list of them",
             )
         if not isinstance(lane, str) or not lane:
-            raise ScheduleError(f"lane={lane!r} is no name", op=items[0].name, line=line, advice='pass a name: "compute"')
+            what = f"lane={lane!r} is no name"
+            raise ScheduleError(what, op=items[0].name, line=line, advice='pass a name, such as "compute"')
         for item in items:
             if any((item.op.index, m) in self._owner for m in (item.micro_batches if item.op.splittable else (0,))):
                 raise ScheduleError(
