@@ -41,7 +41,7 @@ class Layers(df.OpSchedulerBase):
         ctx.split(self.parts)
         while ops := ctx.get_ready_ops():
             for op in ops:
-                ctx.execute(op, lane=f"lane{op.micro_batch.index % self.lanes}")
+                ctx.execute(op, lane=f"lane{op.micro_batch % self.lanes}")
 
 
 def lowered_plan(fast: df.CompiledModel, x: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:

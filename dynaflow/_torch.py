@@ -155,7 +155,7 @@ def set_stream(stream: Any) -> None:
     )
 
 
-AUTOCAST_PAIRS: dict[Any, Any] = {
+REGIONS: dict[Any, Any] = {
     torch.amp.autocast_mode._enter_autocast: torch.amp.autocast_mode._exit_autocast,
     torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
 }

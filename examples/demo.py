@@ -45,7 +45,7 @@ class ThreeWays(df.OpSchedulerBase):
                 continue
             for op in ops:
                 if op not in merge:
-                    ctx.execute(op, lane=f"lane{op.micro_batch.index}")
+                    ctx.execute(op, lane=f"lane{op.micro_batch}")
 
 
 def median_ms(run: Callable[[], object], device: torch.device, times: int = 15) -> float:

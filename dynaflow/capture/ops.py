@@ -54,6 +54,7 @@ class Op:
     line: str | None
     """The line of the model where it starts, or where the rows are mixed."""
     functions: tuple[str, ...] = field(default=(), repr=False)
+    """The calls that it holds, by name and in order."""
 
     @property
     def splittable(self) -> bool:

@@ -28,7 +28,7 @@ from dynaflow.capture.rows import Refusal, follow_rows
 RNG = -1
 """Stands for the random generator's state among the storages."""
 
-PRIMES = (10007, 10037, 1009, 1013, 101, 103, 11, 13)
+PRIMES = (1009, 1013, 10007, 10037, 101, 103, 11, 13)
 
 _SIZED = {"view", "reshape", "expand", "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty",
           "new_full", "repeat", "unflatten", "broadcast_to", "tile", "_unsafe_view", "resize"}
@@ -73,6 +73,7 @@ class Probe:
 def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> Probe:
     """Runs the graph on fake tensors, once, with sizes that give the batch away."""
     failure: Exception | None = None
+    # In pairs, the likeliest first: rare among sizes, and small enough for products of several.
     for first in range(0, len(PRIMES), 2):
         primes = PRIMES[first : first + len(spaces)]
         values = dict(graph.hints)
@@ -271,7 +272,7 @@ class _Run(fx.Interpreter):
 _WHOLE: dict[Any, Any] = {torch._C._nn.linear: torch.ops.aten.linear.default}
 """Calls to be judged as they stand: aten would flatten all dims but the last, wherever the batch is among them."""
 
-_REGION = {*_torch.AUTOCAST_PAIRS, *_torch.AUTOCAST_PAIRS.values(), _torch.SET_GRAD}
+_REGION = {*_torch.REGIONS, *_torch.REGIONS.values(), _torch.SET_GRAD}
 
 
 class _Observer(TorchDispatchMode):

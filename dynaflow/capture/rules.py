@@ -56,6 +56,8 @@ class SplitModule:
 class SplitFunc:
     """Each matching call becomes one operator.
 
+    Calls of a Python function that torch.compile inlines are told apart by where they are made: a loop that calls
+    it from one line makes one operator, unless other operators lie between. `mark` tells those apart as well.
     `match` is an operator (`torch.ops.aten.mm`, any overload or one), a Python function
     (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*").
     """
@@ -147,7 +149,8 @@ def target_names(node: fx.Node) -> list[str]:
     if isinstance(target, str):
         return [target]
     if isinstance(target, torch._ops.OpOverload):
-        return [target._opname, str(target), f"{target.namespace}.{target._opname}", f"{target.namespace}::{target._opname}"]
+        namespace, name = target.namespace, target._opname
+        return [name, str(target), f"{namespace}.{name}", f"{namespace}::{name}"]
     if isinstance(target, torch._ops.OpOverloadPacket):
         namespace, name = target._qualified_op_name.split("::")
         return [name, f"{namespace}.{name}", f"{namespace}::{name}"]

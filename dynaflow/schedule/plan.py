@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, astuple, dataclass, field
+from functools import cached_property, total_ordering
 from typing import Any
 
 from dynaflow.errors import PlanError
@@ -19,9 +19,13 @@ FORMAT = 1
 SEQUENTIAL = "(whole model)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@total_ordering
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """A slice of the batch: rows [start, stop), and the requests it holds when the batch is ragged."""
+    """A slice of the batch: rows [start, stop), and the requests it holds when the batch is ragged.
+
+    Where a number is wanted it stands for its index: `lane=f"lane{op.micro_batch % 2}"`.
+    """
 
     index: int
     start: int
@@ -33,8 +37,25 @@ class MicroBatch:
     def size(self) -> int:
         return self.stop - self.start
 
+    def __index__(self) -> int:
+        return self.index
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, MicroBatch):
+            return astuple(self) == astuple(other)
+        return self.index == other
+
+    def __hash__(self) -> int:
+        return hash(self.index)
+
+    def __lt__(self, other: MicroBatch | int) -> bool:
+        return self.index < int(other)
+
+    def __mod__(self, count: int) -> int:
+        return self.index % count
+
     def __str__(self) -> str:
-        return f"{self.index}: rows {self.start}-{self.stop - 1}"
+        return str(self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

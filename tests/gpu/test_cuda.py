@@ -29,7 +29,7 @@ class Lanes(df.OpSchedulerBase):
         turn = 0
         while ops := ctx.get_ready_ops():
             for op in ops:
-                ctx.execute(op, lane=f"lane{(op.micro_batch.index + turn * ('attention' in op.tags)) % self.lanes}")
+                ctx.execute(op, lane=f"lane{(op.micro_batch % self.lanes + turn * ('attention' in op.tags)) % self.lanes}")
             turn += 1
 
 

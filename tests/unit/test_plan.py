@@ -586,3 +586,11 @@ def test_rest_of_a_fused_plan_prints_its_function() -> None:
         plan = compiled(Mixed(), Scheduler(schedule)).plan(X)
     assert "rows[0] -> " in str(plan)
     assert "fused" in str(plan).splitlines()[1]
+
+
+def test_micro_batch_stands_for_its_index() -> None:
+    first, second = (df.MicroBatch(index=i, start=2 * i, stop=2 * i + 2) for i in range(2))
+    assert first == 0 and second == 1 and second != first and second > first and sorted([second, first]) == [0, 1]
+    assert second % 2 == 1 and f"lane{second}" == "lane1" and ["a", "b"][second] == "b"
+    assert first != df.MicroBatch(index=0, start=0, stop=3), "equal only with equal rows"
+    assert {first: "x"}[df.MicroBatch(index=0, start=0, stop=2)] == "x"

@@ -1,0 +1,389 @@
+"""Each group of nodes made a small graph of its own: an operator.
+
+Views, sizes and regions (autocast, grad mode) are computed again wherever they are used, so what crosses
+operators is always a tensor that owns its memory. Results that are views of inputs, or of memory that others
+see too, are made at the end, from whole values, so that aliasing is as the model has it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.claims import Claim, has_no_rows
+from dynaflow.capture.graph import CapturedGraph
+from dynaflow.capture.ops import Op, OpGraph, Value
+from dynaflow.capture.probe import RNG, NodeFacts, Probe
+from dynaflow.capture.rules import module_stack, source_line, target_names
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    claim: Claim | None
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+class Build:
+    """Makes the operators' own graphs, and the values between them."""
+
+    def __init__(
+        self, graph: CapturedGraph, probe: Probe, groups: list[Group], after: dict[fx.Node, set[fx.Node]]
+    ) -> None:
+        self.graph, self.probe, self.facts, self.groups, self.after = graph, probe, probe.facts, groups, after
+        self.home = {n: g for g, group in enumerate(groups) for n in group.nodes}
+        self.position = {n: i for i, n in enumerate(graph.gm.graph.nodes)}
+        self.input_of = {given.node: i for i, given in enumerate(graph.inputs)}
+        self.values: list[Value] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.regions = _regions(graph)
+        self.early: set[fx.Node] = set()
+        """Views among the results that their operators hand out themselves."""
+        self.crossing: set[int] = set()
+        self.written = {s for n in self.home for s in self.facts[n].writes}
+        self.last_write: dict[int, int] = {}
+        for n in sorted(self.home, key=self.position.__getitem__):
+            self.last_write.update(dict.fromkeys(self.facts[n].writes, self.position[n]))
+
+    def result(self) -> OpGraph:
+        returned = self._returned()
+        self.early = {n for n in returned if self._can_return_early(n, returned)}
+        pieces = [_Piece(self, g) for g in range(len(self.groups))]
+        needed: set[fx.Node] = set()
+        for piece in pieces:
+            needed |= piece.copy_work()
+        ending = _Piece(self, None)
+        needed |= ending.copy_results(returned)
+        self.crossing = {s for n in needed for s in self._storages(n)}
+        names = _unique([self._name(g) for g in range(len(self.groups))])
+        ops = [self._op(piece, name, needed) for piece, name in zip(pieces, names, strict=True)]
+        plain = not ending.made and not ending.symbols and all(isinstance(n, fx.Node) for n in returned)
+        outputs = tuple(self._value(n) for n in ([self._held(n) for n in returned] if plain else ending.reads))
+        return OpGraph(
+            graph=self.graph,
+            spaces=self.probe.spaces,
+            ops=tuple(ops),
+            values=tuple(self.values),
+            outputs=outputs,
+            ending=None if plain else ending.module(ending.results),
+            ending_symbols=tuple(ending.symbols),
+        )
+
+    def _held(self, node: fx.Node) -> fx.Node:
+        """An in-place node's result is its argument."""
+        while (written := self.facts[node].returns) is not None:
+            node = written
+        return node
+
+    def _returned(self) -> list[Any]:
+        output = next(iter(self.graph.gm.graph.find_nodes(op="output")))
+        (results,) = output.args
+        return list(results)
+
+    def is_item(self, node: Any) -> bool:
+        """One of several results of a computing node."""
+        while isinstance(node, fx.Node) and node.target is operator.getitem:
+            node = node.args[0]
+            if isinstance(self.facts[node].value, torch.Tensor):  # it takes a part of a tensor
+                return False
+            if node in self.home:
+                return True
+        return False
+
+    def _can_return_early(self, node: Any, returned: list[Any]) -> bool:
+        """A view among the results that its operator can hand out itself, a part at a time."""
+        if not isinstance(node, fx.Node) or not self.facts[node].view or self.is_item(node):
+            return False
+        bases = [b for b in bases_of(node, self.facts) if isinstance(self.facts[b].value, torch.Tensor)]
+        if len(bases) != 1 or bases[0] not in self.home:
+            return False
+        storages = self._storages(node)
+        if storages & self.written or any(self._storages(o) & storages for o in returned if o is not node):
+            return False
+        return not any(self.facts[n].refusals or self.facts[n].sized for n in _chain(node, self.facts))
+
+    def _storages(self, node: Any) -> set[int]:
+        return self.facts[node].storages if isinstance(node, fx.Node) else set()
+
+    def _value(self, node: fx.Node) -> int:
+        if node not in self.value_of:
+            given = self.input_of.get(node)
+            tensor = isinstance(self.facts[node].value, torch.Tensor)
+            self.value_of[node] = len(self.values)
+            self.values.append(
+                Value(
+                    index=len(self.values),
+                    name=node.name if given is None else self.graph.inputs[given].name,
+                    dims=self.probe.dims(node) if tensor else (None,) * len(self.probe.spaces),
+                    shape=self.graph.shapes.get(node),
+                    storage=next(iter(self._storages(node)), None),
+                    input=given,
+                )
+            )
+        return self.value_of[node]
+
+    def _op(self, piece: _Piece, name: str, needed: set[fx.Node]) -> Op:
+        assert piece.group is not None
+        group = self.groups[piece.group]
+        outs = [n for n in sorted(needed, key=self.position.__getitem__) if self.maker(n) == piece.group]
+        for n in outs:
+            piece.get(n)
+        reads = [self._value(n) for n in piece.reads]
+        writes = [self._value(n) for n in outs]
+        shared = not any(self.values[v].carries_batch for v in (*reads, *writes))
+        declared = group.claim.splittable if group.claim else None
+        refusal, line = self._refusal(piece, declared)
+        touches: dict[int, bool] = {}
+        for n in group.nodes:
+            fact = self.facts[n]
+            touches.update({s: touches.get(s, False) for s in fact.reads if s in self.written or s in self.crossing})
+            touches.update({s: True for s in fact.writes})
+        touches.update({s: True for n in outs for s in self._storages(n)})
+        return Op(
+            index=piece.group,
+            name=name,
+            tags=group.claim.tags if group.claim else frozenset(),
+            module=piece.module(tuple(piece.env[n] for n in outs)),
+            symbols=tuple(piece.symbols),
+            reads=tuple(reads),
+            writes=tuple(writes),
+            touches=tuple(sorted(touches.items())),
+            after=tuple(sorted({self.home[d] for n in group.nodes for d in self.after[n]} - {piece.group})),
+            shared=shared,
+            refusal=None if shared else refusal,
+            line=line or next((ln for n in group.nodes if (ln := source_line(n))), None),
+            functions=tuple(target_names(n)[0] for n in group.nodes),
+        )
+
+    def maker(self, node: fx.Node) -> int | None:
+        """The group that hands out this node's result."""
+        base = bases_of(node, self.facts)[0] if node in self.early else node
+        while base not in self.home and base.target is operator.getitem:
+            base = base.args[0]  # type: ignore[assignment]
+        return self.home.get(base)
+
+    def _refusal(self, piece: _Piece, declared: bool | None) -> tuple[str | None, str | None]:
+        if declared is True:
+            return None, None
+        if declared is False:
+            return "its rule says splittable=False", None
+        for n in piece.made:
+            for reason in self.facts[n].refusals.values():
+                return reason, source_line(n)
+        nodes = self.groups[piece.group].nodes if piece.group is not None else []
+        made = {s for n in nodes for s in self.facts[n].made}
+        for n in nodes:
+            if self.facts[n].writes - made - {RNG} and has_no_rows(n, self.probe):
+                return f"{target_names(n)[0]} writes state that is shared by all rows", source_line(n)
+        for n in piece.made:
+            if self._may_copy(n):
+                return f"{target_names(n)[0]} may copy memory that is written, or not, as the rows fall", source_line(n)
+        return None, None
+
+    def _may_copy(self, node: fx.Node) -> bool:
+        """reshape and its kin look at memory or copy it, as the strides fall: not to be left to the slice."""
+        if target_names(node)[0] not in _MAY_COPY:
+            return False
+        dims = self.probe.dims(node)
+        # What was written before is the same in a copy and in a view: only later writes tell them apart.
+        written = {s for s, at in self.last_write.items() if at > self.position[node]}
+        if self.facts[node].view:  # any rows of it are a view as well when they are outermost
+            return bool(self._storages(node) & written) and any(dims)
+        # It copies. A single row may be a view, and then a write to one side is seen on the other.
+        memory = self._storages(node).union(*(self._storages(a) for a in node.all_input_nodes))
+        return bool(memory & written) and any(dim is not None for dim in dims)
+
+    def _name(self, g: int) -> str:
+        group = self.groups[g]
+        if group.claim is not None:
+            return group.claim.name
+        stacks = [[path for path, _ in module_stack(n)] for n in group.nodes]
+        common = [p for p in (stacks[0] if stacks else []) if all(p in s for s in stacks)]
+        return f"{common[-1] if common else ''}:{target_names(group.nodes[0])[0].strip('_')}".lstrip(":")
+
+
+_MAY_COPY = {"reshape", "contiguous", "flatten", "to", "type", "float", "half", "bfloat16", "type_as", "ravel"}
+
+
+class _Piece:
+    """One operator's graph in the making: nodes are copied in, and what they need comes along or is read."""
+
+    def __init__(self, build: Build, group: int | None) -> None:
+        self.build, self.group = build, group
+        self.out = fx.Graph()
+        self.env: dict[Any, Any] = {}
+        self.symbols: list[Any] = []
+        self.reads: list[fx.Node] = []
+        self.made: list[fx.Node] = []
+        """Original nodes that were copied, in order."""
+        self.results: tuple[Any, ...] = ()
+        self.region = build.regions.start
+
+    def copy_work(self) -> set[fx.Node]:
+        """Copies the group's nodes; returns the nodes of other groups that it reads."""
+        for node in self.build.groups[self.group].nodes:  # type: ignore[index]
+            self._enter(self.build.regions.at[node])
+            self.env[node] = self._copy(node)
+        self._enter(self.build.regions.start)
+        return {n for n in self.reads if n not in self.build.input_of}
+
+    def copy_results(self, returned: list[Any]) -> set[fx.Node]:
+        self.results = tuple(self.get(n) if isinstance(n, fx.Node) else n for n in returned)
+        return {n for n in self.reads if n not in self.build.input_of}
+
+    def get(self, node: fx.Node) -> Any:
+        if node in self.env:
+            return self.env[node]
+        build = self.build
+        fact = build.facts[node]
+        if node in build.input_of:
+            given = build.graph.inputs[build.input_of[node]]
+            result = self._symbol(given.symbol) if given.symbol is not None else self._read(node)
+        elif node.op == "get_attr":
+            result = self._copy(node)
+        elif fact.returns is not None:
+            result = self.get(fact.returns)
+        elif node in build.home or self._is_elsewhere(node):
+            result = self._read(node)
+        else:
+            result = self._copy(node)
+        self.env[node] = result
+        return result
+
+    def _is_elsewhere(self, node: fx.Node) -> bool:
+        """Another operator hands it out as it is."""
+        build = self.build
+        if self.group is None and node in build.early:
+            return True
+        return build.is_item(node) and build.maker(node) != self.group
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        self.made.append(node)
+        for a in node.all_input_nodes:
+            self.get(a)
+        copy = self.out.node_copy(node, lambda n: self.env[n])
+        copy.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        return copy
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        self.reads.append(node)
+        return self._placeholder(f"v_{node.name}")
+
+    def _symbol(self, symbol: Any) -> fx.Node:
+        key = ("symbol", symbol)
+        if key not in self.env:
+            self.symbols.append(symbol)
+            self.env[key] = self._placeholder(f"n_{len(self.symbols)}")
+        return self.env[key]
+
+    def _placeholder(self, name: str) -> fx.Node:
+        first = next(iter(self.out.nodes), None)
+        if first is None:
+            return self.out.placeholder(name)
+        with self.out.inserting_before(first):
+            return self.out.placeholder(name)
+
+    def _enter(self, region: _Region) -> None:
+        """Leaves the regions that the next node is not in, and enters those that it is in."""
+        now = self.region
+        shared = 0
+        while shared < min(len(now.open), len(region.open)) and now.open[shared] is region.open[shared]:
+            shared += 1
+        for entry in reversed(now.open[shared:]):
+            self.out.call_function(_torch.REGIONS[entry.target], (self.env[("region", entry)],))
+        for entry in region.open[shared:]:
+            opening: Any = entry.target
+            self.env[("region", entry)] = self.out.call_function(opening, entry.args, entry.kwargs)
+        if now.grad != region.grad:
+            self.out.call_function(_torch.SET_GRAD, (region.grad,))
+        self.region = region
+
+    def module(self, results: tuple[Any, ...]) -> fx.GraphModule:
+        self.out.output(tuple(results))
+        self._sort_placeholders()
+        return fx.GraphModule(self.build.graph.gm, self.out, class_name="Operator")
+
+    def _sort_placeholders(self) -> None:
+        """Symbols first, then values in the order of `reads`."""
+        wanted = [self.env[("symbol", s)] for s in self.symbols] + [self.env[n] for n in self.reads]
+        for node in reversed(wanted):
+            first = next(iter(self.out.nodes))
+            if node is not first:
+                first.prepend(node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The ambient state in which a node runs: open autocast or inference regions, and grad mode."""
+
+    open: tuple[fx.Node, ...]
+    grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Regions:
+    start: _Region
+    at: dict[fx.Node, _Region]
+
+
+def _regions(graph: CapturedGraph) -> _Regions:
+    start = now = _Region((), graph.grad)
+    at = {}
+    for node in graph.gm.graph.nodes:
+        if node.target in _torch.REGIONS:
+            now = _Region((*now.open, node), now.grad)
+        elif node.target in _torch.REGIONS.values():
+            now = _Region(tuple(n for n in now.open if n is not node.args[0]), now.grad)
+        elif node.target is _torch.SET_GRAD:
+            now = _Region(now.open, bool(node.args[0]))
+        at[node] = now
+    return _Regions(start, at)
+
+
+def bases_of(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> list[fx.Node]:
+    """The nodes that made what `node` looks at: through views, sizes and in-place results."""
+    found, todo, seen = [], [node], set()
+    while todo:
+        n = todo.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if n.op in ("placeholder", "get_attr"):
+            found.append(n)
+        elif facts[n].returns is not None:
+            todo.append(facts[n].returns)  # type: ignore[arg-type]
+        elif facts[n].view or facts[n].scalar:
+            todo.extend(n.all_input_nodes)
+        else:
+            found.append(n)
+    return found
+
+
+def is_region(node: fx.Node) -> bool:
+    pairs = _torch.REGIONS
+    return node.target in pairs or node.target in pairs.values() or node.target is _torch.SET_GRAD
+
+
+def _chain(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> list[fx.Node]:
+    """The views between `node` and what it looks at."""
+    found, todo = [], [node]
+    while todo:
+        n = todo.pop()
+        if n.op not in ("placeholder", "get_attr") and (facts[n].view or facts[n].scalar) and n not in found:
+            found.append(n)
+            todo.extend(n.all_input_nodes)
+    return found
+
+
+def _unique(names: list[str]) -> list[str]:
+    seen: dict[str, int] = defaultdict(int)
+    result = []
+    for name in names:
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return result
