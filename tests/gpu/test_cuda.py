@@ -29,7 +29,8 @@ class Lanes(df.OpSchedulerBase):
         turn = 0
         while ops := ctx.get_ready_ops():
             for op in ops:
-                ctx.execute(op, lane=f"lane{(op.micro_batch % self.lanes + turn * ('attention' in op.tags)) % self.lanes}")
+                lane = op.micro_batch.index + turn * ("attention" in op.tags)
+                ctx.execute(op, lane=f"lane{lane % self.lanes}")
             turn += 1
 
 
