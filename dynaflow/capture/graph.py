@@ -70,7 +70,7 @@ class CapturedGraph:
         self.partial = _torch.is_part(gm)
         self.grad = torch.is_grad_enabled()
         tensors = example_tensors(gm, parameters)
-        self.declared = batch_dims_of(tensors, declared, self.partial) if declared is not None else {}
+        self.declared = batch_dims_of(tensors, declared, self.partial, parameters) if declared is not None else {}
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.inputs = [_read_input(node, parameters, self.declared) for node in placeholders]
         self.shapes: dict[fx.Node, Shape] = {}
@@ -133,18 +133,22 @@ class CapturedGraph:
 
 
 def batch_dims_of(
-    tensors: Mapping[str, tuple[torch.Tensor, bool]], declared: BatchDims | None, partial: bool
+    tensors: Mapping[str, tuple[torch.Tensor, bool]],
+    declared: BatchDims | None,
+    partial: bool,
+    parameters: Sequence[str],
 ) -> dict[str, int]:
     """Which inputs carry the batch, and on which dim: as declared, or dim 0 of those that share their size.
 
     `tensors` maps an input's name to the tensor and whether a module owns it. `partial`: the graph is a part of
-    the model, which need not have all the inputs that were declared.
+    the model, which need not have all the inputs that were declared. `parameters` are the model's own: one that
+    the graph does not use is no mistake.
     """
     if declared is not None:
         found: dict[str, int] = {}
         for name, dim in declared.items():
             hits = [n for n in tensors if _named(n, name)]
-            if not hits and not partial:
+            if not hits and not partial and name not in parameters:
                 names = [n for n, (_, owned) in tensors.items() if not owned]
                 raise SplitError(
                     f"batch_dims names {name!r}, but the graph has no such input",
@@ -188,7 +192,7 @@ def make_batch_dynamic(
     """
     tensors = example_tensors(gm, parameters)
     undo = []
-    dims = batch_dims_of(tensors, declared, _torch.is_part(gm))
+    dims = batch_dims_of(tensors, declared, _torch.is_part(gm), parameters)
     if declared is None and requests > 1:
         dims |= {n: 0 for n, (t, owned) in tensors.items() if not owned and t.dim() and t.size(0) == requests}
     static = {

@@ -118,12 +118,13 @@ def test_replays_with_delays(name, operators):
     assert fast.stats.replays == 199 and fast.stats.scheduler_calls == 1
 
 
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
 @pytest.mark.parametrize("name", DECODE)
-def test_static_cache_decode(name):
+def test_static_cache_decode(name, operators):
     setup = decode_setup(name, 6)
     to("cuda", torch.float32, setup.model)
     cuts = ZOO[name].cuts
-    fast = df.compile(setup.model, Lanes(cuts, 2, [4, 2]), operators="eager")
+    fast = df.compile(setup.model, Lanes(cuts, 2, [4, 2]), operators=operators, verify=True)
     ours, theirs = setup.cache(), setup.cache()
     with torch.no_grad():
         for i in range(setup.steps):

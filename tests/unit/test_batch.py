@@ -149,6 +149,15 @@ def test_batch_dims_reach_into_structures() -> None:
     assert whole(plan) != names(plan)
 
 
+def test_batch_dims_of_an_input_that_the_graph_does_not_use() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+            return x.relu()
+
+    _, plan = run_both(Net(), (randn(6, 2), randn(6)), Each(), batch_dims={"x": 0, "unused": 0})
+    assert len(plan.micro_batches) == 2
+
+
 @pytest.mark.parametrize("batch_dims", [{"nothing": 0}, {"x": 2}, {"x": -3}])
 def test_wrong_batch_dims(batch_dims: dict[str, int]) -> None:
     fast = compiled(Stack(), batch_dims=batch_dims)
