@@ -22,8 +22,14 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dynaflow": dynaflow.__version__,
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(sys.argv),
     }
+
+
+def _command(argv: list[str]) -> str:
+    """As typed, less the place where the result is kept."""
+    kept = [a for i, a in enumerate(argv) if a != "--out" and (i == 0 or argv[i - 1] != "--out")]
+    return " ".join(["python", *kept])
 
 
 def report(name: str, rows: Sequence[dict[str, Any]], out: str | None) -> None:
