@@ -1,7 +1,8 @@
 """Host time of replaying a plan, per task, against a hand-written loop over the same compiled operators.
 
 The model is many tiny layers, so that the time is the host's own. Both run the same operators on the same
-micro-batches; the loop is what a user would write by hand, in one lane: slice, call, call, ..., join.
+micro-batches; the loop is what a user would write by hand: slice, call, call, ..., join. With several lanes it
+does as the plan does: on CPU a thread of a pool for each further lane, on CUDA a stream.
 `with guards` is a whole call of the compiled model, Dynamo's guards included.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -57,6 +59,9 @@ def lowered_plan(fast: df.CompiledModel, x: torch.Tensor) -> tuple[Any, tuple[An
 def by_hand(lowered: Any, args: tuple[Any, ...], x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A loop over the same compiled operators, with the weights bound beforehand."""
     graph, names = lowered.graph, lowered.code.run.__globals__
+    lanes = len(lowered.plan.lanes)
+    pool = ThreadPoolExecutor(max(1, lanes - 1))
+    streams = [torch.cuda.Stream() for _ in range(lanes - 1)] if x.is_cuda else []
     sizes = [m.size for m in lowered.plan.micro_batches]
     layers = []
     for op in graph.ops:
@@ -65,11 +70,28 @@ def by_hand(lowered: Any, args: tuple[Any, ...], x: torch.Tensor) -> Callable[[]
         weights = [None if v.carries_batch else args[v.input] for v in values]
         layers.append((names[f"op{op.index}"], weights[:place], weights[place + 1 :]))
 
+    def run_lane(states: list[torch.Tensor], mine: range) -> None:
+        with torch.inference_mode():
+            for call, before, behind in layers:
+                for m in mine:
+                    (states[m],) = call(*before, states[m], *behind)
+
     def loop() -> torch.Tensor:
         states = list(x.split(sizes))
-        for call, before, behind in layers:
-            for m, state in enumerate(states):
-                (states[m],) = call(*before, state, *behind)
+        if lanes == 1:
+            run_lane(states, range(len(sizes)))
+        elif x.is_cuda:
+            main = torch.cuda.current_stream()
+            for lane, stream in enumerate([main, *streams]):
+                stream.wait_stream(main)
+                with torch.cuda.stream(stream):
+                    run_lane(states, range(lane, len(sizes), lanes))
+                main.wait_stream(stream)
+        else:
+            others = [pool.submit(run_lane, states, range(n, len(sizes), lanes)) for n in range(1, lanes)]
+            run_lane(states, range(0, len(sizes), lanes))
+            for other in others:
+                other.result()
         return torch.cat(states) if len(states) > 1 else states[0]
 
     return loop

@@ -89,12 +89,12 @@ def main() -> None:
             fast.set_scheduler(scheduler)
             watched.set_scheduler(scheduler)
             found = fast(**inputs).logits
-            gap = (found - expected).abs().max().item() / expected.abs().max().item()
-            limit = 3e-2 if big else 1e-5
+            gap = ((found - expected).float().norm() / expected.float().norm()).item()
+            limit = 3e-2 if big else 1e-5  # bf16 on a GPU, fp32 on a CPU
             assert gap < limit, f"{title} differs from the plain model by {gap:.2e}"
             rows.append((title, median_ms(lambda: fast(**inputs), device)))
             plan = fast.plan(**inputs)
-            print(f"\n{title}: outputs agree with the plain model's (largest relative difference {gap:.1e})")
+            print(f"\n{title}: outputs agree with the plain model's (relative difference {gap:.1e})")
             if not plan.sequential:
                 print(df.draw(plan))
                 watched(**inputs), watched(**inputs)
