@@ -1,18 +1,23 @@
 """Every private torch API that dynaflow uses, each behind one small function.
 
-Seen to work on torch 2.11.0+cu130 and 2.13.0 (CPU) unless a line says otherwise. The sharding rules'
-private names have their own place, in `capture/oracle.py`.
+Seen to work on torch 2.11.0+cu130 and 2.13.0 (CPU) unless a line says otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode", "tree_leaves"]  # for the rooms to take from here
 
 
 def annotate(annotation: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -162,3 +167,66 @@ REGIONS: dict[Any, Any] = {
 """Region marks that Dynamo leaves in a graph: the function that opens a region, and the one that ends it."""
 
 SET_GRAD = torch._C._set_grad_enabled
+
+LINEAR = torch._C._nn.linear
+"""What torch.nn.functional.linear is in a captured graph."""
+
+
+def propagate_sharding(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dim_of: Callable[[torch.Tensor], int | None],
+) -> SimpleNamespace:
+    """DTensor's answer: `shards`, the dimension on which each output is sharded (None: it is not, or not
+    only), and `changes`, pairs of an argument we gave and another that DTensor would run the call with."""
+    from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import OpSchema
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            dim = dim_of(value)
+            meta = TensorMeta(value.shape, value.stride(), value.dtype)
+            return DTensorSpec(mesh, (Replicate() if dim is None else Shard(dim),), tensor_meta=meta)
+        if isinstance(value, list | tuple):
+            return type(value)(spec(member) for member in value)
+        return value
+
+    def changes(before: Any, after: Any) -> list[tuple[Any, Any]]:
+        if isinstance(before, DTensorSpec) and isinstance(after, DTensorSpec):
+            return [] if before.placements == after.placements else [(before, after)]
+        nested = isinstance(before, list | tuple) and isinstance(after, list | tuple)
+        nested = nested and len(before) == len(after)
+        if nested and any(isinstance(member, DTensorSpec) for member in before):
+            return [pair for b, a in zip(before, after, strict=True) for pair in changes(b, a)]
+        same = (list(before) == list(after)) if nested else (before is after or before == after)
+        return [] if same else [(before, after)]
+
+    def shard(output: Any) -> int | None:
+        (placement,) = output.placements
+        return placement.dim if type(placement) is Shard else None
+
+    # The call is run on fake tensors inside: neither our caller's modes nor their fake mode may see that.
+    with _disable_current_modes():
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+        tables = DTensor._op_dispatcher.sharding_propagator
+        propagator = type(tables)()
+        for name, table in vars(tables).items():
+            if isinstance(table, dict):
+                setattr(propagator, name, dict(table))
+        info = propagator.op_to_schema_info.get(func)
+        if info is None:
+            info = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
+        schema = OpSchema(func, spec(tuple(args)), {k: spec(v) for k, v in kwargs.items()}, schema_info=info)
+        found = propagator.propagate_op_sharding_non_cached(schema)
+    wanted = found.redistribute_schema
+    pairs: list[tuple[Any, Any]] = []
+    if wanted is not None:
+        pairs = changes(schema.args_schema, wanted.args_schema) + changes(schema.op, wanted.op)
+    elif found.needs_redistribute:
+        pairs = [(schema, None)]
+    outputs: Any = found.output_spec
+    outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
+    return SimpleNamespace(shards=[shard(output) for output in outputs if output is not None], changes=pairs)

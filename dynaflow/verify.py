@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_iter
 
+from dynaflow import _torch
 from dynaflow.errors import VerifyError
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def verified_run(lowered: Lowered, args: tuple[Any, ...]) -> Any:
     with torch.random.fork_rng(devices), torch.no_grad():
         expected = graph.gm(*plain_args)
     result = lowered(args)
-    pairs = [(f"result {i}", e, r) for i, (e, r) in enumerate(zip(tree_iter(expected), tree_iter(result), strict=True))]
+    expected, found = _torch.tree_leaves(expected), _torch.tree_leaves(result)
+    pairs = [(f"result {i}", e, r) for i, (e, r) in enumerate(zip(expected, found, strict=True))]
     pairs += [
         (f"input {given.name!r} after the call", e, a)
         for given, e, a in zip(graph.inputs, plain_args, args, strict=True)
@@ -104,7 +105,7 @@ def _copy(args: tuple[Any, ...]) -> tuple[Any, ...]:
             copies.append(arg)
             continue
         storage = arg.untyped_storage()
-        made = storages.setdefault(storage._cdata, storage.clone())
+        made = storages.setdefault(_torch.storage_id(arg), storage.clone())
         empty = torch.empty(0, dtype=arg.dtype, device=arg.device)
         copies.append(empty.set_(made, arg.storage_offset(), arg.size(), arg.stride()))
     return tuple(copies)

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from dynaflow import _torch
+
 Label = Hashable | None
 Labels = tuple[Label, ...]
 Dims = list[int | None]
@@ -59,7 +61,7 @@ class Signature:
 class Call:
     """One operator call of the probe run, its arguments bound to the names of the schema."""
 
-    func: torch._ops.OpOverload
+    func: _torch.OpOverload
     outs: list[torch.Tensor]
     rows: int
     dim_of: Callable[[torch.Tensor], int | None]
@@ -68,7 +70,7 @@ class Call:
     @classmethod
     def bind(
         cls,
-        func: torch._ops.OpOverload,
+        func: _torch.OpOverload,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         outs: list[torch.Tensor],

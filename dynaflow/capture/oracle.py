@@ -9,12 +9,11 @@ distributed state is read or changed. Answers are cached: equal layers ask the s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from dynaflow import _torch
 from dynaflow.capture.alignment import Call, Dims, Refusal, leaves
 
 _answers: dict[Any, Dims | Refusal] = {}
@@ -49,7 +48,7 @@ def _ask(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dims | Re
     if any(call.dim_of(tensor) is not None for tensor in leaves(list(kwargs.values()))):
         return _no_rule(call, "it takes the batch as a keyword argument")
     try:
-        result = _propagate(call.func, args, kwargs, call.dim_of)
+        result = _torch.propagate_sharding(call.func, args, kwargs, call.dim_of)
     except ImportError:
         return _no_rule(call, "torch.distributed is not available")
     except Exception as error:  # the rules fail in many ways, and each of them means: don't know
@@ -87,66 +86,3 @@ def _halved(call: Call, before: Any, after: Any) -> bool:
         and len(before) == len(after)
         and all(_halved(call, b, a) for b, a in zip(before, after, strict=True))
     )
-
-
-# --- private torch API; seen to work on 2.11.0 and 2.13.0 ---------------------------------------------------
-
-
-def _propagate(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dim_of: Callable[[torch.Tensor], int | None],
-) -> SimpleNamespace:
-    """DTensor's answer: `shards`, the dimension on which each output is sharded (None: it is not, or not
-    only), and `changes`, pairs of an argument we gave and another that DTensor would run the call with."""
-    from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._op_schema import OpSchema
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    def spec(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            dim = dim_of(value)
-            meta = TensorMeta(value.shape, value.stride(), value.dtype)
-            return DTensorSpec(mesh, (Replicate() if dim is None else Shard(dim),), tensor_meta=meta)
-        if isinstance(value, list | tuple):
-            return type(value)(spec(member) for member in value)
-        return value
-
-    def changes(before: Any, after: Any) -> list[tuple[Any, Any]]:
-        if isinstance(before, DTensorSpec) and isinstance(after, DTensorSpec):
-            return [] if before.placements == after.placements else [(before, after)]
-        nested = isinstance(before, list | tuple) and isinstance(after, list | tuple)
-        nested = nested and len(before) == len(after)
-        if nested and any(isinstance(member, DTensorSpec) for member in before):
-            return [pair for b, a in zip(before, after, strict=True) for pair in changes(b, a)]
-        same = (list(before) == list(after)) if nested else (before is after or before == after)
-        return [] if same else [(before, after)]
-
-    def shard(output: Any) -> int | None:
-        (placement,) = output.placements
-        return placement.dim if type(placement) is Shard else None
-
-    # The call is run on fake tensors inside: neither our caller's modes nor their fake mode may see that.
-    with _disable_current_modes():
-        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
-        tables = DTensor._op_dispatcher.sharding_propagator
-        propagator = type(tables)()
-        for name, table in vars(tables).items():
-            if isinstance(table, dict):
-                setattr(propagator, name, dict(table))
-        info = propagator.op_to_schema_info.get(func)
-        if info is None:
-            info = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
-        schema = OpSchema(func, spec(tuple(args)), {k: spec(v) for k, v in kwargs.items()}, schema_info=info)
-        found = propagator.propagate_op_sharding_non_cached(schema)
-    wanted = found.redistribute_schema
-    pairs: list[tuple[Any, Any]] = []
-    if wanted is not None:
-        pairs = changes(schema.args_schema, wanted.args_schema) + changes(schema.op, wanted.op)
-    elif found.needs_redistribute:
-        pairs = [(schema, None)]
-    outputs: Any = found.output_spec
-    outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
-    return SimpleNamespace(shards=[shard(output) for output in outputs if output is not None], changes=pairs)

@@ -18,8 +18,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter
 
 from dynaflow import _torch
 from dynaflow.capture.graph import CapturedGraph, Shape
@@ -251,7 +249,7 @@ class _Run(fx.Interpreter):
 
     def _taint(self, node: fx.Node, facts: NodeFacts) -> None:
         """A batch size that is used as a number, not as a size, can't be recomputed for a part of the batch."""
-        numbers = [v for v in tree_iter(facts.value) if isinstance(v, int) and not isinstance(v, bool)]
+        numbers = [v for v in _torch.tree_leaves(facts.value) if isinstance(v, int) and not isinstance(v, bool)]
         args = [a for a in node.all_input_nodes if a in self.tainted or _is_batch(self.facts[a].value, self.primes)]
         if any(_is_batch(v, self.primes) for v in numbers) or (args and not _tensors(facts.value)):
             self.tainted.add(node)
@@ -269,13 +267,13 @@ class _Run(fx.Interpreter):
                     facts.refusals.setdefault(space, f"{name} uses the size of the batch as a number")
 
 
-_WHOLE: dict[Any, Any] = {torch._C._nn.linear: torch.ops.aten.linear.default}
+_WHOLE: dict[Any, Any] = {_torch.LINEAR: torch.ops.aten.linear.default}
 """Calls to be judged as they stand: aten would flatten all dims but the last, wherever the batch is among them."""
 
 _REGION = {*_torch.REGIONS, *_torch.REGIONS.values(), _torch.SET_GRAD}
 
 
-class _Observer(TorchDispatchMode):
+class _Observer(_torch.TorchDispatchMode):
     """Sees every aten call of the fake run."""
 
     supports_higher_order_operators = True
@@ -352,16 +350,16 @@ def _bind(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tu
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _follows_from_sizes(value: Any) -> bool:
     kinds = (int, float, bool, torch.dtype, torch.device, torch.SymInt, type(None))
-    return all(isinstance(leaf, kinds) for leaf in tree_iter(value))
+    return all(isinstance(leaf, kinds) for leaf in _torch.tree_leaves(value))
 
 
 def _is_batch(value: Any, primes: tuple[int, ...]) -> bool:
-    leaves = [v for v in tree_iter(value) if isinstance(v, int) and not isinstance(v, bool)]
+    leaves = [v for v in _torch.tree_leaves(value) if isinstance(v, int) and not isinstance(v, bool)]
     return any(v and v % p == 0 for v in leaves for p in primes)
 
 

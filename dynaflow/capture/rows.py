@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dynaflow import _torch
 from dynaflow.capture import operators, oracle, views
 from dynaflow.capture.alignment import ENDLESS, Call, Dims, Refusal, Signature, settle
 
@@ -42,7 +43,7 @@ _SILENT = {
 
 
 def follow_rows(
-    func: torch._ops.OpOverload,
+    func: _torch.OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     outs: list[torch.Tensor],
@@ -64,7 +65,7 @@ def follow_rows(
     return _checked(call, rule(call) if rule is not None else oracle.ask(call, args, kwargs))
 
 
-def _rule(func: torch._ops.OpOverload) -> tuple[str, views.Rule | None]:
+def _rule(func: _torch.OpOverload) -> tuple[str, views.Rule | None]:
     """The operator's name as the tables have it, and its rule."""
     namespace, name = str(func.overloadpacket).split(".")
     if torch.Tag.pointwise in func.tags:

@@ -79,7 +79,7 @@ class SplitFunc:
             return any(fnmatch.fnmatchcase(name, self.match) for name in target_names(node))
         if isinstance(self.match, re.Pattern):
             return any(self.match.search(name) for name in target_names(node))
-        if isinstance(self.match, torch._ops.OpOverload) and self.match.overloadpacket is node.target:
+        if isinstance(self.match, _torch.OpOverload) and self.match.overloadpacket is node.target:
             return _torch.overload_of(node) is self.match
         return node.target is self.match or _same_operator(node.target, self.match)
 
@@ -148,10 +148,10 @@ def target_names(node: fx.Node) -> list[str]:
     target = node.target
     if isinstance(target, str):
         return [target]
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _torch.OpOverload):
         namespace, name = target.namespace, target._opname
         return [name, str(target), f"{namespace}.{name}", f"{namespace}::{name}"]
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, _torch.OpOverloadPacket):
         namespace, name = target._qualified_op_name.split("::")
         return [name, f"{namespace}.{name}", f"{namespace}::{name}"]
     name = getattr(target, "__name__", type(target).__name__)
