@@ -1,6 +1,6 @@
 """Every private torch API that dynaflow uses, each behind one small function.
 
-Seen to work on torch 2.11.0+cu130 and 2.13.0 (CPU) unless a line says otherwise.
+Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on 2.11.0+cu130 on CUDA, unless a line says otherwise.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.errors import ScheduleError, SplitError, user_line
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
+from dynaflow.schedule.split import split_requests, split_rows
 
 DEFAULT_LANE = "main"
 FACT_NAMES = ""
@@ -114,9 +115,9 @@ class ScheduleContext:
             )
         tokens = self.facts.get("num_tokens")
         if tokens is not None:
-            self.micro_batches = self._split_requests(parts, [int(t) for t in tokens])
+            self.micro_batches = split_requests(parts, [int(t) for t in tokens], self.batch_size)
         else:
-            self.micro_batches = _split_rows(parts, self.batch_size)
+            self.micro_batches = split_rows(parts, self.batch_size)
         self.even_split = parts if isinstance(parts, int) and tokens is None else None
         return self.micro_batches
 
@@ -136,10 +137,10 @@ class ScheduleContext:
     def items(self, op: Op | str) -> list[OpItem]:
         """The executions of an operator, ready or not: one per micro-batch, or a single one. For fusions."""
         self._start()
-        found = self._graph.by_name.get(op) if isinstance(op, str) else op
-        if found is None:
+        found = self._graph.by_name.get(op if isinstance(op, str) else op.name)
+        if found is None or not (isinstance(op, str) or found is op):
             raise ScheduleError(
-                f"no operator named {op!r}", line=user_line(), advice="names are those of ctx.ops"
+                f"{str(op)!r} is no operator of this graph", op=str(op), line=user_line(), advice="see ctx.ops"
             )
         return [self._item(found, m) for m in (range(len(self.micro_batches)) if found.splittable else (0,))]
 
@@ -212,7 +213,7 @@ class ScheduleContext:
     def resized(self, plan: Plan) -> Plan:
         """The same decisions for this context's batch: the same number of equal parts, in the same order."""
         parts = len(plan.micro_batches)
-        return replace(plan, micro_batches=_split_rows(parts, self.batch_size), code="")
+        return replace(plan, micro_batches=split_rows(parts, self.batch_size), code="")
 
     # Inside
 
@@ -295,6 +296,14 @@ class ScheduleContext:
                 line=line,
                 advice="pass what get_ready_ops() returned: one item, or a list of them",
             )
+        for item in items:
+            if item not in self.items(item.op):
+                raise ScheduleError(
+                    f"operator {item} is not of this context",
+                    op=item.name,
+                    line=line,
+                    advice="take items from this context's get_ready_ops() or items(), after split()",
+                )
         if not isinstance(lane, str) or not lane:
             what = f"lane={lane!r} is no name"
             raise ScheduleError(what, op=items[0].name, line=line, advice='pass a name, such as "compute"')
@@ -365,51 +374,6 @@ class ScheduleContext:
                 "or declare it splittable=True if every row is treated by itself",
             )
 
-    def _split_requests(self, parts: int | Sequence[int], tokens: list[int]) -> tuple[MicroBatch, ...]:
-        line = user_line()
-        if sum(tokens) != self.batch_size:
-            raise SplitError(
-                f'facts["num_tokens"] adds up to {sum(tokens)}, but the batch has {self.batch_size} tokens',
-                line=line,
-                advice="give the length of every request in the batch",
-            )
-        ends = [sum(tokens[: i + 1]) for i in range(len(tokens))]
-        if isinstance(parts, int):
-            if parts > len(tokens):
-                raise SplitError(
-                    f"split({parts}) of {len(tokens)} requests leaves a micro-batch empty",
-                    line=line,
-                    advice=f"split into at most {len(tokens)}",
-                )
-            cuts, first = [], 1
-            for k in range(1, parts):  # the boundary nearest to an equal share that leaves enough for the rest
-                choices = range(first, len(tokens) - (parts - k) + 1)
-                cut = min(choices, key=lambda c: abs(ends[c - 1] - self.batch_size * k / parts))
-                cuts.append(cut)
-                first = cut + 1
-            counts = [b - a for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
-        elif sum(parts) == len(tokens):
-            counts = list(parts)
-        else:
-            totals = [sum(parts[: i + 1]) for i in range(len(parts))]
-            if totals[-1] != self.batch_size or not all(t in ends for t in totals):
-                raise SplitError(
-                    f"split({list(parts)}) does not end at request boundaries",
-                    line=line,
-                    advice=f"sizes count requests ({len(tokens)} in all), or tokens up to one of {ends}",
-                )
-            counts = [ends.index(b) - (ends.index(a) if a else -1) for a, b in zip([0, *totals], totals, strict=False)]
-        result, request, row = [], 0, 0
-        for i, count in enumerate(counts):
-            rows = sum(tokens[request : request + count])
-            if not rows:
-                raise SplitError(
-                    f"micro-batch {i} would hold no token", line=line, advice="leave out requests without tokens"
-                )
-            result.append(MicroBatch(index=i, start=row, stop=row + rows, requests=(request, request + count)))
-            request, row = request + count, row + rows
-        return tuple(result)
-
 
 def fusion_values(
     graph: OpGraph, items: Sequence[tuple[Op, tuple[int, ...]]]
@@ -436,27 +400,6 @@ def _partly(items: Sequence[tuple[Op, tuple[int, ...]]], users: list[Op], ms: tu
     """A user of the value is in the fusion, but not for all of these micro-batches."""
     covered = {(op.index, m) for op, mm in items for m in mm}
     return any((u.index, m) not in covered for u in users for m in ms)
-
-
-def _split_rows(parts: int | Sequence[int], rows: int) -> tuple[MicroBatch, ...]:
-    if isinstance(parts, int):
-        if parts > rows:
-            raise SplitError(
-                f"split({parts}) of a batch of {rows} leaves a micro-batch empty",
-                line=user_line(),
-                advice=f"split into at most {rows}",
-            )
-        sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
-    else:
-        sizes = list(parts)
-        if sum(sizes) != rows:
-            raise SplitError(
-                f"split({sizes}) adds up to {sum(sizes)}, but the batch has {rows} rows",
-                line=user_line(),
-                advice="give sizes that add up to ctx.batch_size",
-            )
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(MicroBatch(index=i, start=a, stop=a + n) for i, (a, n) in enumerate(zip(starts, sizes, strict=True)))
 
 
 def _merge(items: list[OpItem]) -> OpItem:

@@ -598,3 +598,21 @@ def test_plan_from_json_for_another_batch_size() -> None:
     fast = compiled(Stack(), Scheduler(lambda ctx: df.Plan.from_json(text), STACK_RULES))
     with pytest.raises(df.SplitError, match="6 rows, but the batch has 4"):
         fast(randn(4, 8))
+
+
+def test_items_of_another_context_are_refused() -> None:
+    kept: list[df.OpItem] = []
+
+    class Keeps(Each):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            if kept:
+                ctx.split(3)
+                ctx.execute(kept[0])
+            kept.extend(ctx.get_ready_ops())
+            super().schedule(ctx)
+
+    fast = compiled(Stack(), Keeps(STACK_RULES, split=None))
+    fast(randn(6, 8))
+    with pytest.raises(df.ScheduleError, match="not of this context") as caught:
+        fast(randn(9, 8))
+    assert caught.value.op == kept[0].name and caught.value.advice
