@@ -39,6 +39,10 @@ Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 Spaces = tuple[frozenset[sympy.Symbol], ...]
 
 
+PLANS_KEPT = 1024
+"""Of each scheduler; then the oldest goes."""
+
+
 class PlanReady(BaseException):
     """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`."""
 
@@ -197,6 +201,8 @@ class Engine:
             known = schedules.facts_read.get((runner, sizes), ())
             schedules.facts_read[runner, sizes] = tuple(sorted({*known, *ctx.facts.read}))
             key = self._key(schedules, runner, sizes, args, facts)
+        if len(schedules.plans) >= PLANS_KEPT:  # ragged batches may be different every time
+            schedules.plans.pop(next(iter(schedules.plans)))
         schedules.plans[key] = lowered
         return lowered
 

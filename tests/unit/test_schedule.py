@@ -616,3 +616,12 @@ def test_items_of_another_context_are_refused() -> None:
     with pytest.raises(df.ScheduleError, match="not of this context") as caught:
         fast(randn(9, 8))
     assert caught.value.op == kept[0].name and caught.value.advice
+
+
+def test_a_bounded_number_of_plans_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynaflow.engine.PLANS_KEPT", 2)
+    scheduler = Each(STACK_RULES)
+    fast = compiled(Stack(), scheduler)
+    for batch in (4, 5, 6, 6, 5, 4):
+        assert_equal(fast(randn(batch, 8)), fast._model(randn(batch, 8)))
+    assert scheduler.calls == 4, "the first plan made room for the third, and is made again"
