@@ -131,7 +131,8 @@ class RandomGraph:
                 if node.op == "call_method":
                     call = f"{given[0]}.{node.target}({', '.join(given[1:])})"
                 else:
-                    short = f"call_{node.target.__name__}"
+                    name = node.target.__name__  # operator.add and torch.add are two
+                    short = f"{'op' if getattr(operator, name, None) is node.target else 'torch'}_{name}"
                     names[short] = node.target
                     call = f"{short}({', '.join(given)})"
                 if node.target is operator.setitem:  # Dynamo wants the statement
