@@ -2,7 +2,7 @@ PYTHON ?= python3
 PIP = .venv/bin/pip --disable-pip-version-check -q
 N ?= 20000
 
-.PHONY: install install-test demo test check fuzz bench clean
+.PHONY: install demo test check fuzz bench clean
 
 install: .venv/installed
 

@@ -98,11 +98,6 @@ def hinted(value: Any) -> Any:
     return value
 
 
-def hint(size: Any) -> int:
-    """The value that a SymInt had when the graph was captured."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
-
-
 class Symbols:
     """A fresh symbolic world (ShapeEnv and fake mode) in which one operator is compiled."""
 

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -369,12 +370,9 @@ def _frozen(fact: Any) -> Any:
 def _imported(name: str) -> Callable[..., Any]:
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        return attrgetter(path)(importlib.import_module(module))
     except (ImportError, AttributeError) as e:
         raise PlanError(
             f"the plan calls {name}, which can't be imported",
             advice="keep functions given as replace_func at the top level of a module",
         ) from e
-    return found

@@ -104,8 +104,9 @@ def _copy(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not isinstance(arg, torch.Tensor):
             copies.append(arg)
             continue
-        storage = arg.untyped_storage()
-        made = storages.setdefault(_torch.storage_id(arg), storage.clone())
+        key = _torch.storage_id(arg)
+        if key not in storages:
+            storages[key] = arg.untyped_storage().clone()
         empty = torch.empty(0, dtype=arg.dtype, device=arg.device)
-        copies.append(empty.set_(made, arg.storage_offset(), arg.size(), arg.stride()))
+        copies.append(empty.set_(storages[key], arg.storage_offset(), arg.size(), arg.stride()))
     return tuple(copies)

@@ -13,6 +13,11 @@ import dynaflow as df
 from dynaflow.capture.ops import OpGraph
 
 
+def randn(*shape: int) -> Tensor:
+    """The same numbers for the same shape, in any order of tests."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 class Each(df.OpSchedulerBase):
     """Splits as told and executes what is ready, in order: micro-batch i on lane i modulo `lanes`."""
 

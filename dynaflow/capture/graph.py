@@ -88,7 +88,7 @@ class CapturedGraph:
         if isinstance(size, torch.SymInt):
             expr = _torch.expression(size)
             if expr.is_Symbol and size.node.has_hint():
-                self.hints[expr] = _torch.hint(size)
+                self.hints[expr] = _torch.hinted(size)
 
     @property
     def device(self) -> torch.device:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import sympy
@@ -13,6 +14,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.graph import Shape
+from dynaflow.capture.probe import concrete
 
 Mode = Literal["inductor", "eager"]
 Sizes = dict[sympy.Symbol, int]
@@ -76,18 +78,14 @@ def _compile(source: Source, sizes: Sizes, dynamic: bool = True) -> _Compiled:
     names: dict[sympy.Symbol, sympy.Symbol] = {}
     used = {s for e in source.symbols for s in e.free_symbols}
     used |= {s for shape in source.shapes if shape for e in (*shape.size, *shape.stride) for s in e.free_symbols}
-    for symbol in sorted(used, key=str):
-        size = sizes[symbol]
-        made = symbols.new(str(symbol), max(size, 2)) if dynamic else None
-        if made is not None:
-            names[symbol] = made.node.expr
+    hints = {s: max(sizes[s], 2) for s in used}  # 1 would be taken for a constant
+    if dynamic:
+        names = {s: symbols.new(str(s), hints[s]).node.expr for s in sorted(used, key=str)}
 
     def number(expr: sympy.Expr) -> Any:
-        value = int(expr.xreplace({s: sympy.Integer(n) for s, n in sizes.items()}))
         if not dynamic or not expr.free_symbols:
-            return value
-        hint = int(expr.xreplace({s: sympy.Integer(max(sizes[s], 2)) for s in expr.free_symbols}))
-        return symbols.env.create_symintnode(expr.xreplace(names), hint=hint)
+            return concrete(expr, sizes)
+        return symbols.env.create_symintnode(expr.xreplace(names), hint=concrete(expr, hints))
 
     inputs: list[Any] = [number(e) for e in source.symbols]
     with symbols.mode:
@@ -99,8 +97,8 @@ def _compile(source: Source, sizes: Sizes, dynamic: bool = True) -> _Compiled:
             for d, expr in enumerate(shape.stride):
                 if dynamic and expr.free_symbols & source.free:
                     # Like a slice of a larger batch, or the compiler would take the layout for contiguous.
-                    larger = {s: sympy.Integer(2 * max(sizes[s], 2) + 1) for s in expr.free_symbols}
-                    stride.append(symbols.new(f"stride_{i}_{d}", int(expr.xreplace(larger))))
+                    larger = {s: 2 * n + 1 for s, n in hints.items()}
+                    stride.append(symbols.new(f"stride_{i}_{d}", concrete(expr, larger)))
                 else:
                     stride.append(number(expr))
             fake = torch.empty_strided([number(e) for e in shape.size], stride, dtype=shape.dtype, device=shape.device)
@@ -139,7 +137,7 @@ def _text(module: fx.GraphModule) -> tuple[Any, ...]:
         if node.op == "placeholder":
             target = None
         elif node.op == "get_attr":  # a constant: equal only to itself
-            target = id(operator_attr(module, str(node.target)))
+            target = id(attrgetter(str(node.target))(module))
         elif not isinstance(target, str):
             target = (id(target), str(target))
         lines.append((node.op, target, repr(show(node.args)), repr(show(node.kwargs))))
@@ -151,14 +149,3 @@ class _Name(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def operator_attr(module: fx.GraphModule, path: str) -> Any:
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def shapes_of(values: Sequence[Any]) -> tuple[Shape | None, ...]:
-    return tuple(v.shape for v in values)

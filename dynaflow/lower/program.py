@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
-
 from dynaflow.capture.ops import Op, OpGraph, Value
 from dynaflow.capture.probe import concrete
 from dynaflow.lower.operators import Operators, Sizes, Source
@@ -322,7 +320,3 @@ def _extent(part: MicroBatch, space: int) -> int:
     if space == 0 or part.requests is None:
         return part.size
     return part.requests[1] - part.requests[0]
-
-
-def symbol_sizes(graph: OpGraph, sizes: Mapping[sympy.Symbol, int]) -> Sizes:
-    return {**graph.graph.hints, **sizes}

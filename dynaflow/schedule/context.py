@@ -71,7 +71,8 @@ class ScheduleContext:
         self.ops: tuple[Op, ...] = graph.ops
         self.device = device
         self.facts = Facts(facts)
-        self.micro_batches: tuple[MicroBatch, ...] = (MicroBatch(index=0, start=0, stop=batch_size),)
+        self._whole = MicroBatch(index=0, start=0, stop=batch_size)
+        self.micro_batches: tuple[MicroBatch, ...] = (self._whole,)
         self.even_split: int | None = 1
         """How many equal parts were asked for; None when sizes were given: those fit one batch size only."""
         self.functions: dict[str, Callable[..., Any]] = {}
@@ -203,8 +204,7 @@ class ScheduleContext:
 
     def whole(self) -> Plan:
         """The plan that runs the uncut graph."""
-        every = (MicroBatch(index=0, start=0, stop=self.batch_size),)
-        return Plan(graph=self._graph.fingerprint, micro_batches=every, lanes=(), tasks=())
+        return Plan(graph=self._graph.fingerprint, micro_batches=(self._whole,), lanes=(), tasks=())
 
     @property
     def can_split(self) -> bool:
@@ -239,8 +239,7 @@ class ScheduleContext:
     def _item(self, op: Op, m: int) -> OpItem:
         if op.splittable:
             return OpItem(op=op, micro_batch=self.micro_batches[m], micro_batches=(m,))
-        whole = MicroBatch(index=0, start=0, stop=self.batch_size)
-        return OpItem(op=op, micro_batch=whole, micro_batches=tuple(range(len(self.micro_batches))))
+        return OpItem(op=op, micro_batch=self._whole, micro_batches=tuple(range(len(self.micro_batches))))
 
     def _before(self, item: OpItem) -> list[tuple[int, int]]:
         found = []

@@ -16,7 +16,6 @@ from typing import Any
 from dynaflow.errors import PlanError
 
 FORMAT = 1
-SEQUENTIAL = "(whole model)"
 
 
 @total_ordering

@@ -20,14 +20,11 @@ from tests.helpers import (
     graph_of,
     names,
     parts_of,
+    randn,
     run_both,
     run_rest,
     whole,
 )
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def sizes(plan: df.Plan) -> list[int]:

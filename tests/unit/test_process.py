@@ -19,12 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, names, run_both, whole
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
+from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, names, randn, run_both, whole
 
 X = randn(6, 8)
 

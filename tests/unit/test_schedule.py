@@ -19,14 +19,10 @@ from tests.helpers import (
     compiled,
     names,
     parts_of,
+    randn,
     run_both,
     run_rest,
 )
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
 
 X = randn(6, 8)
 

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, run_rest
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
+from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, randn, run_rest
 
 X = randn(6, 8)
 
