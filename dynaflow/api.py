@@ -7,14 +7,14 @@ import contextlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from dynaflow.capture.graph import BatchDims
-from dynaflow.engine import Engine, Facts, PlanReady, take_marks_back
+from dynaflow.engine import CudaGraph, Engine, Facts, PlanReady, take_marks_back
 from dynaflow.errors import DynaFlowError, PlanError
 from dynaflow.lower.lower import OnTask
 from dynaflow.lower.operators import Mode
@@ -33,6 +33,8 @@ def compile(
     verify: bool = False,
     check: bool = True,
     fullgraph: bool = False,
+    cudagraph: CudaGraph = None,
+    static_inputs: Sequence[str] = (),
     on_task: OnTask | None = None,
 ) -> CompiledModel:
     """Returns the model with its operators run as `scheduler` says. The model itself is left as it is.
@@ -43,6 +45,11 @@ def compile(
     operators: "inductor" compiles them; "eager" runs them as they are.
     verify: the first run of each plan is compared with the plain model's.
     check: prove each plan safe before it runs.
+    cudagraph: "plan" replays a whole plan, all its lanes, as one CUDA graph; "pieces" leaves operators tagged
+        "no_capture" outside and captures what lies between; None launches kernel by kernel. No effect on CPU.
+    static_inputs: names (or globs) of inputs that stay where they are in memory from call to call, so that a
+        CUDA graph uses them in place. Parameters, buffers, tensors marked by torch._dynamo.mark_static_address
+        and inputs that the model writes are used in place anyway; others are copied in.
     on_task: called as on_task(task, "start" | "stop") around each task, on its lane, for instrumentation.
     """
     return CompiledModel(
@@ -56,6 +63,8 @@ def compile(
                 "operators": operators,
                 "verify": verify,
                 "check": check,
+                "cudagraph": cudagraph,
+                "static_inputs": static_inputs,
                 "on_task": on_task,
             },
         ),
@@ -132,7 +141,7 @@ def backend(
 _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
-_OPTIONS = ("scheduler", "batch_dims", "facts", "operators", "verify", "check", "on_task")
+_OPTIONS = ("scheduler", "batch_dims", "facts", "operators", "verify", "check", "cudagraph", "static_inputs", "on_task")
 
 
 def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
@@ -141,6 +150,8 @@ def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
         raise DynaFlowError(f"unknown option {unknown[0]!r}", advice=f"the options are {', '.join(_OPTIONS)}")
     if options.get("operators", "inductor") not in ("inductor", "eager"):
         raise DynaFlowError(f"operators={options['operators']!r}", advice='say "inductor" or "eager"')
+    if options.get("cudagraph") not in (None, "plan", "pieces"):
+        raise DynaFlowError(f"cudagraph={options['cudagraph']!r}", advice='say "plan", "pieces" or None')
     given = {k: v for k, v in options.items() if k != "scheduler" and v is not None}
     return Engine(options.get("scheduler") or Sequential(), parameters=_signature(model), **given)
 

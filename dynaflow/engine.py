@@ -11,10 +11,10 @@ import importlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -37,6 +37,7 @@ from dynaflow.stats import Stats
 from dynaflow.verify import verified_run
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+CudaGraph = Literal["plan", "pieces"] | None
 Spaces = tuple[frozenset[sympy.Symbol], ...]
 
 
@@ -100,10 +101,13 @@ class Engine:
         verify: bool = False,
         check: bool = True,
         facts: Facts | None = None,
+        cudagraph: CudaGraph = None,
+        static_inputs: Sequence[str] = (),
         on_task: OnTask | None = None,
         parameters: tuple[str, ...] = (),
     ) -> None:
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
+        self.cudagraph, self.static_inputs = cudagraph, tuple(static_inputs)
         self.stats = Stats()
         self.options: Mapping[str, Any] | None = None
         self.owned = False
