@@ -30,7 +30,7 @@ fuzz: .venv/installed-test
 	.venv/bin/python -m tests.fuzz --cases $(N)
 
 bench: install
-	.venv/bin/python benchmarks/host_overhead.py
+	.venv/bin/python -m benchmarks --suite core
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -5,22 +5,27 @@ Operators are left uncompiled, so that the shares are those of planning alone.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from collections.abc import Iterator
 
 import torch
-from common import report
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynaflow as df
+from benchmarks.llama import TINY
+from benchmarks.measure import Figure, Trial, figure
+from benchmarks.schedulers import LLAMA_CUTS
+from benchmarks.settings import Settings
+from benchmarks.suite import Benchmark
+
+LAYERS, ROUNDS = 32, 7
 
 
 class Batches(df.OpSchedulerBase):
     def __init__(self, parts: int) -> None:
         self.parts = parts
 
-    def partition(self) -> list[df.SplitModule]:
-        return [df.SplitModule("*.self_attn", tag="attention"), df.SplitModule("*.mlp", tag="mlp")]
+    def partition(self) -> list[df.SplitModule | df.SplitFunc]:
+        return list(LLAMA_CUTS)
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         ctx.split(self.parts)
@@ -29,44 +34,42 @@ class Batches(df.OpSchedulerBase):
                 ctx.execute(op, lane="memory" if "attention" in op.tags else "compute")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out")
-    args = parser.parse_args()
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=args.layers, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, use_cache=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    tokens = torch.randint(0, 64, (8, 8))
-    fast = df.compile(model, operators="eager")
-    rows = []
-    with torch.no_grad():
-        for parts in (2, 4):
-            times = []
-            for _ in range(args.rounds):
-                fast.set_scheduler(Batches(parts))
-                before = _seconds(fast.stats)
-                plan = fast.plan(input_ids=tokens)
-                times.append([b - a for a, b in zip(before, _seconds(fast.stats), strict=True)])
-            cut, schedule, check, lower = (statistics.median(t[i] for t in times) * 1e3 for i in range(4))
-            rows.append({
-                "tasks": len(plan.tasks),
-                "micro-batches": parts,
-                "cut, ms": cut,
-                "schedule, ms": schedule,
-                "check, ms": check,
-                "lower, ms": lower,
-                "check / making the plan": check / (schedule + check + lower),
-            })  # fmt: skip
-    report("plan_cost", rows, args.out)
+def trials(settings: Settings) -> Iterator[Trial]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers = settings.layers or (2 if settings.tiny else LAYERS)
+    config = LlamaConfig(**{**TINY, "num_hidden_layers": layers, "use_cache": False})
+    fast = df.compile(LlamaForCausalLM(config).eval(), operators="eager")
+    tokens = torch.randint(0, TINY["vocab_size"], (8, 8))
+    for parts in (2, 4):
+        yield Trial(
+            what=f"checking a plan, {parts} micro-batches",
+            baseline="making the plan",
+            situation=f"Llama of {layers} layers",
+            run=lambda parts=parts: _cost(fast, tokens, parts, settings.rounds or ROUNDS),
+        )
+
+
+def _cost(fast: df.CompiledModel, tokens: torch.Tensor, parts: int, rounds: int) -> Figure:
+    times = []
+    for _ in range(rounds):
+        fast.set_scheduler(Batches(parts))
+        before = _seconds(fast.stats)
+        plan = fast.plan(input_ids=tokens)
+        times.append([b - a for a, b in zip(before, _seconds(fast.stats), strict=True)])
+    names = ("cut_ms", "schedule_ms", "check_ms", "lower_ms")
+    medians = {name: statistics.median(t[i] for t in times) * 1e3 for i, name in enumerate(names)}
+    return figure([check / (schedule + check + lower) for _, schedule, check, lower in times],
+                  tasks=len(plan.tasks), **medians)  # fmt: skip
 
 
 def _seconds(stats: df.Stats) -> tuple[float, float, float, float]:
     return stats.partition_seconds, stats.schedule_seconds, stats.check_seconds, stats.lower_seconds
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="plan_cost",
+    title="What making a plan costs, operators left uncompiled: the check's share of it, and the parts.",
+    suites=("core",),
+    trials=trials,
+)

@@ -75,6 +75,11 @@ def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
     return (name if isinstance(name, str) else name()), owned, arg.example
 
 
+def is_marked_static(tensor: Any) -> bool:
+    """By torch._dynamo.mark_static_address."""
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
+
+
 def is_part(gm: fx.GraphModule) -> bool:
     """Whether the graph ends at a graph break, or starts behind one."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -225,3 +230,19 @@ def propagate_sharding(
     outputs: Any = found.output_spec
     outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
     return SimpleNamespace(shards=[shard(output) for output in outputs if output is not None], changes=pairs)
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many hold the storage: tensors, views of them, and Python objects."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def same_addresses(tensors: Sequence[Any], addresses: list[int], positions: list[int]) -> bool:
+    """Whether the tensors at `positions` are where `addresses` says."""
+    return torch._C._tensors_data_ptrs_at_indices_equal(tensors, addresses, positions)  # type: ignore[arg-type]
+
+
+def leave_pool(device: torch.device, pool: Any) -> None:
+    """After a capture that failed: CUDAGraph.capture_end raises before it lets go of the memory pool."""
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from dynaflow.capture.graph import BatchDims
-from dynaflow.engine import CudaGraph, Engine, Facts, PlanReady, take_marks_back
+from dynaflow.engine import Engine, Facts, PlanReady, take_marks_back
 from dynaflow.errors import DynaFlowError, PlanError
-from dynaflow.lower.lower import OnTask
+from dynaflow.lower.lower import CudaGraph, OnTask
 from dynaflow.lower.operators import Mode
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.plan import Plan
@@ -89,6 +89,8 @@ class CompiledModel:
         if "facts" in kwargs and not self._takes_facts:
             local.facts = kwargs.pop("facts")
         try:
+            if not self._engine.stats.graphs:
+                self._engine.mark(args, kwargs)
             return self._call(*args, **kwargs)
         finally:
             local.facts = None

@@ -7,37 +7,36 @@ and streams to the engine, so another scheduler finds them ready.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.graph import BatchDims, CapturedGraph, make_batch_dynamic
+from dynaflow.capture.marks import mark_arguments
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.partition import partition
 from dynaflow.capture.probe import Contradiction, probe
 from dynaflow.capture.rules import SplitFunc, SplitModule
 from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, SplitError, raised_at
-from dynaflow.lower.lower import Lowered, Lowerer, OnTask
+from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
 from dynaflow.lower.operators import Mode, Operators
+from dynaflow.lower.padding import Padding
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.check import check
-from dynaflow.schedule.context import FACT_NAMES, ScheduleContext
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.kept import KeptPlan, fact_value, frozen, imported
 from dynaflow.schedule.plan import Plan
 from dynaflow.stats import Stats
 from dynaflow.verify import verified_run
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-CudaGraph = Literal["plan", "pieces"] | None
 Spaces = tuple[frozenset[sympy.Symbol], ...]
 
 
@@ -61,12 +60,17 @@ class _Schedules:
     graphs: dict[Any, OpGraph] = field(default_factory=dict)
     plans: dict[Any, Lowered] = field(default_factory=dict)
     facts_read: dict[Any, tuple[str, ...]] = field(default_factory=dict)
+    paddings: dict[Any, Padding] = field(default_factory=dict)
     patterns: dict[Any, tuple[Plan, Mapping[str, Any]]] = field(default_factory=dict)
     """By a scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
 
     @property
     def has_key(self) -> bool:
         return type(self.scheduler).key is not OpSchedulerBase.key
+
+    @property
+    def has_buckets(self) -> bool:
+        return type(self.scheduler).bucket is not OpSchedulerBase.bucket
 
 
 class _Local(threading.local):
@@ -76,19 +80,21 @@ class _Local(threading.local):
     plan_only = False
 
 
-class _Restart(threading.local):
-    """Between the two captures of one frame: how to take back the marks that made its batch dynamic."""
+class _Marks(threading.local):
+    """On tensors of the call that is being captured: how to take back the marks that make its batch dynamic."""
 
-    undo: list[Callable[[], None]] | None = None
+    undo: tuple[Callable[[], None], ...] = ()
+    again = False
+    """The frame is traced again, since more had to be marked."""
 
 
-_restart = _Restart()
+_marks = _Marks()
 
 
 def take_marks_back() -> None:
-    for undo in _restart.undo or ():
+    for undo in _marks.undo:
         undo()
-    _restart.undo = None
+    _marks.undo, _marks.again = (), False
 
 
 class Engine:
@@ -107,13 +113,12 @@ class Engine:
         parameters: tuple[str, ...] = (),
     ) -> None:
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
-        self.cudagraph, self.static_inputs = cudagraph, tuple(static_inputs)
         self.stats = Stats()
         self.options: Mapping[str, Any] | None = None
         self.owned = False
         """A CompiledModel holds it; else its graphs do."""
         self.operators = Operators(operators)
-        self.lowerer = Lowerer(self.operators, on_task)
+        self.lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
         self.local = _Local()
         self._facts: Facts = facts or {}
         self._schedules = _Schedules(_checked_scheduler(scheduler))
@@ -126,13 +131,19 @@ class Engine:
         base = self._facts() if callable(self._facts) else self._facts
         return {**base, **self.local.facts} if self.local.facts else base
 
+    def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
+        requests = len(self.facts().get("num_tokens") or ())
+        _marks.undo = tuple(mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests))
+
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
         try:
-            if _restart.undo is None:
+            if not _marks.again:
                 requests = len(self.facts().get("num_tokens") or ())
-                _restart.undo = make_batch_dynamic(gm, self.batch_dims, requests, self.parameters)
-                if _restart.undo:
+                more = make_batch_dynamic(gm, self.batch_dims, requests, self.parameters)
+                if more:
+                    _marks.undo, _marks.again = (*_marks.undo, *more), True
                     raise _torch.restart_capture()  # trace again, now that the batch may vary
             take_marks_back()
             graph = CapturedGraph(gm, self.parameters, self.batch_dims)
@@ -157,6 +168,28 @@ class Engine:
         with self._lock:
             return self._make(schedules, runner, sizes, args, facts)
 
+    def padding(self, runner: GraphRunner, args: tuple[Any, ...]) -> tuple[Padding, int, int] | None:
+        """How the batch is to be padded, from how many rows, and to how many; None if it stays as it is."""
+        schedules = self._schedules
+        if not schedules.has_buckets:
+            return None
+        with self._lock:
+            graph, spaces, values = self._graph(schedules, runner, args, self.facts())
+            if graph is None or not spaces:
+                return None
+            rows = values[next(iter(spaces[0]))]
+            padded = _user(schedules.scheduler, "bucket", rows)
+            if isinstance(padded, bool) or not isinstance(padded, int) or padded < rows:
+                raise ScheduleError(
+                    f"{type(schedules.scheduler).__name__}.bucket({rows}) returned {padded!r}",
+                    advice="return a number of rows that is no smaller than the batch",
+                )
+            if padded == rows:
+                return None
+            if (runner, spaces) not in schedules.paddings:
+                schedules.paddings[runner, spaces] = Padding(graph)
+            return schedules.paddings[runner, spaces], rows, padded
+
     def _key(
         self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> Any:
@@ -165,12 +198,11 @@ class Engine:
                 graph, spaces, values = self._graph(schedules, runner, args, facts)
                 own = _user(schedules.scheduler, "key", self._context(graph, spaces, values, facts)) if graph else None
             # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
-            return (runner, sizes, _frozen(facts.get("num_tokens")), own)
+            return (runner, sizes, frozen(facts.get("num_tokens")), own)
         names = schedules.facts_read.get((runner, sizes))
         if not names:
             return (runner, sizes)
-        read = tuple(_frozen(list(facts) if name == FACT_NAMES else facts.get(name)) for name in names)
-        return (runner, sizes, read)
+        return (runner, sizes, tuple(fact_value(facts, name) for name in names))
 
     def _make(
         self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
@@ -183,9 +215,14 @@ class Engine:
             return None
         ctx = self._context(graph, spaces, values, facts)
         start = time.perf_counter()
+        kept = KeptPlan(schedules.scheduler, graph, sizes, ctx, facts)
+        loaded = None
         pattern = schedules.patterns.get((runner, spaces, key[-1])) if schedules.has_key else None
         if pattern is not None and len(pattern[0].micro_batches) <= ctx.batch_size:
-            plan, functions = ctx.resized(pattern[0]), pattern[1]
+            plan, functions = loaded = ctx.resized(pattern[0]), pattern[1]
+        elif loaded := kept.load():
+            plan, functions = loaded
+            self.stats.plans_loaded += 1
         else:
             plan, functions = self._schedule(schedules.scheduler, ctx, runner.graph.partial)
             if schedules.has_key and ctx.even_split is not None:
@@ -196,6 +233,8 @@ class Engine:
         lowered_at = time.perf_counter()
         lowered = self.lowerer.lower(plan, graph, {**runner.graph.hints, **values}, functions)
         end = time.perf_counter()
+        if not loaded:
+            self.stats.plans_stored += kept.keep(plan, functions)
         stats = self.stats
         stats.schedule_seconds += checked_at - start
         stats.check_seconds += lowered_at - checked_at
@@ -230,7 +269,7 @@ class Engine:
                 advice="return nothing, ctx.sequential(), or a Plan",
             )
         if isinstance(result, Plan):
-            return result, {t.replace: _imported(t.replace) for t in result.tasks if t.replace}
+            return result, {t.replace: imported(t.replace) for t in result.tasks if t.replace}
         return ctx.finish(), ctx.functions
 
     def _context(
@@ -296,6 +335,12 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         engine = self._engine()
         assert engine is not None, "called by a compiled model that is gone"
+        if (padding := engine.padding(self, args)) is not None:
+            how, rows, padded = padding
+            return how.results(self._run(engine, how.args(args, rows, padded)), rows, padded)
+        return self._run(engine, args)
+
+    def _run(self, engine: Engine, args: tuple[Any, ...]) -> Any:
         lowered = engine.find(self, args)
         if engine.local.plan_only:
             if lowered is None:
@@ -356,27 +401,3 @@ def _checked_rules(scheduler: OpSchedulerBase) -> tuple[Any, ...]:
                 advice="return a list of SplitModule and SplitFunc",
             )
     return rules
-
-
-def _frozen(fact: Any) -> Any:
-    """A fact as a dictionary key."""
-    if isinstance(fact, torch.Tensor):
-        return tuple(fact.flatten().tolist()), tuple(fact.shape)
-    if isinstance(fact, Mapping):
-        return tuple(sorted((k, _frozen(v)) for k, v in fact.items()))
-    if isinstance(fact, (list, tuple)):
-        return tuple(_frozen(v) for v in fact)
-    if isinstance(fact, (set, frozenset)):
-        return frozenset(_frozen(v) for v in fact)
-    return fact
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module, _, path = name.partition(":")
-    try:
-        return attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError) as e:
-        raise PlanError(
-            f"the plan calls {name}, which can't be imported",
-            advice="keep functions given as replace_func at the top level of a module",
-        ) from e

@@ -20,6 +20,10 @@ class Stats:
     """Calls of the user's schedule()."""
     plans: int = 0
     """Plans made, checked and lowered."""
+    plans_loaded: int = 0
+    """Of those, plans found on disk: the scheduler was not asked."""
+    plans_stored: int = 0
+    """Plans left on disk for the next process."""
     runs: int = 0
     """Graphs run under a plan, the first use of each included."""
     replays: int = 0
@@ -33,6 +37,14 @@ class Stats:
     """Operators that found an equal one compiled."""
     joined_bytes: int = 0
     """Bytes copied to join micro-batches, in the last run."""
+    arena_bytes: int = 0
+    """Size of the arena for the values between operators, of the last plan made."""
+    captures: int = 0
+    """CUDA graphs captured."""
+    graph_replays: int = 0
+    """CUDA graphs launched."""
+    capture_failures: list[str] = field(default_factory=list)
+    """What could not be captured, and why: it runs without a graph."""
     partition_seconds: float = 0.0
     schedule_seconds: float = 0.0
     check_seconds: float = 0.0

@@ -60,6 +60,8 @@ class Input:
     """Identity of the example's storage: inputs may be views of one another."""
     batch_dim: int | None = None
     """Where the user says that it carries the batch."""
+    still: bool = False
+    """It stays where it is in memory: a module's own, or marked so."""
 
 
 class CapturedGraph:
@@ -147,7 +149,7 @@ def batch_dims_of(
     if declared is not None:
         found: dict[str, int] = {}
         for name, dim in declared.items():
-            hits = [n for n in tensors if _named(n, name)]
+            hits = [n for n in tensors if is_named(n, name)]
             if not hits and not partial and name not in parameters:
                 names = [n for n, (_, owned) in tensors.items() if not owned]
                 raise SplitError(
@@ -217,7 +219,7 @@ def input_name(source: str, parameters: Sequence[str] = ()) -> str:
     return re.sub(r"^kwargs\.", "", text)
 
 
-def _named(full: str, wanted: str) -> bool:
+def is_named(full: str, wanted: str) -> bool:
     return full == wanted or full.endswith("." + wanted) or fnmatch.fnmatchcase(full, wanted)
 
 
@@ -233,4 +235,5 @@ def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str,
         symbol=None if tensor else _torch.expression(example) if isinstance(example, (int, torch.SymInt)) else None,
         storage=_torch.storage_id(real) if tensor and isinstance(real, torch.Tensor) else None,
         batch_dim=declared.get(input_name(source, parameters)),
+        still=owned or isinstance(real, torch.nn.Parameter) or _torch.is_marked_static(real),
     )

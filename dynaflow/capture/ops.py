@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import sympy
 from torch import fx
 
 from dynaflow.capture.graph import CapturedGraph, Shape
+from dynaflow.capture.probe import End
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,10 @@ class Value:
     """The memory behind it, as `Op.touches` numbers it."""
     input: int | None = None
     """Position among the graph's inputs, if it is one."""
+    end: End | None = None
+    """How it is made, where its maker can write it straight into memory given from outside."""
+    fresh: bool = True
+    """Its maker always gives it memory of its own; never, for some size, that of what it was made from."""
 
     @property
     def carries_batch(self) -> bool:
@@ -77,6 +83,8 @@ class OpGraph:
     ending: fx.GraphModule | None
     """Views and numbers among the results, made from `outputs`; None when `outputs` are the results."""
     ending_symbols: tuple[sympy.Expr, ...] = ()
+    result_dims: tuple[int | Literal["number"] | None, ...] = ()
+    """Of each result: on which dim it carries the rows of the batch; "number" if it is one that follows from them."""
 
     @cached_property
     def by_name(self) -> dict[str, Op]:

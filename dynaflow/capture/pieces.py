@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -72,7 +72,15 @@ class Build:
             outputs=outputs,
             ending=None if plain else ending.module(ending.results),
             ending_symbols=tuple(ending.symbols),
+            result_dims=tuple(self._result_dim(n) for n in returned),
         )
+
+    def _result_dim(self, node: Any) -> int | Literal["number"] | None:
+        if not isinstance(node, fx.Node):
+            return None
+        if isinstance(self.facts[node].value, torch.Tensor):
+            return next(iter(self.probe.dims(node)), None)
+        return "number" if node in self.input_of or self.facts[node].sized else None
 
     def _held(self, node: fx.Node) -> fx.Node:
         """An in-place node's result is its argument."""
@@ -123,6 +131,8 @@ class Build:
                     shape=self.graph.shapes.get(node),
                     storage=next(iter(self._storages(node)), None),
                     input=given,
+                    end=self.facts[node].end if node in self.home and len(self._storages(node)) == 1 else None,
+                    fresh=given is not None or (node in self.home and target_names(node)[0] not in _MAY_COPY),
                 )
             )
         return self.value_of[node]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -31,6 +31,10 @@ PRIMES = (1009, 1013, 10007, 10037, 101, 103, 11, 13)
 _SIZED = {"view", "reshape", "expand", "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty",
           "new_full", "repeat", "unflatten", "broadcast_to", "tile", "_unsafe_view", "resize"}
 """Calls that take sizes: there a batch size is recomputed for each micro-batch. Elsewhere it is a number."""
+
+
+End = Literal["pointwise", "matmul"]
+"""A loop over elements, which a compiler can let store elsewhere; or a matrix product with an out-variant."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +58,8 @@ class NodeFacts:
     """An in-place node's result is this argument itself."""
     sized: bool = False
     """A number that follows from the batch's size goes in."""
+    end: End | None = None
+    """How the result comes about, where that allows to write it straight into memory given from outside."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -312,6 +318,7 @@ class _Observer(_torch.TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.facts.writes.add(RNG)
         if not _is_view(schema):
+            self.facts.end = _end(func)
             writes = [v for a, v in _bind(schema, args, kwargs) if a.alias_info and a.alias_info.is_write]
             self._touch(given, _tensors(writes))
         dims: list[list[int | None]] = [[None] * spaces for _ in outs]
@@ -337,6 +344,17 @@ class _Observer(_torch.TorchDispatchMode):
     def _label_by_size(self, outs: list[torch.Tensor]) -> None:
         for t in outs:
             _set_dims(t, tuple(_first_multiple(t, p) for p in self.run.primes))
+
+
+_LOOPS = {"_to_copy", "embedding", "index", "_softmax", "mean", "sum", "native_layer_norm"}
+_PRODUCTS = {"linear", "mm", "addmm", "bmm"}
+
+
+def _end(func: Any) -> End | None:
+    name = func._schema.name.removeprefix("aten::")
+    if name in _PRODUCTS:
+        return "matmul"
+    return "pointwise" if torch.Tag.pointwise in func.tags or name in _LOOPS else None
 
 
 def _is_view(schema: Any) -> bool:

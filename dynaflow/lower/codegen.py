@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dynaflow.lower.program import Program, Step
+from dynaflow.lower.segments import Segment
 
 _numbers = itertools.count()
 
@@ -24,10 +25,12 @@ class Code:
     source: str
     run: Callable[..., Any]
     filename: str
-    tasks: dict[int, int]
+    tasks: dict[int, tuple[int, ...]]
+    names: dict[str, Any]
+    """The code's globals."""
 
-    def task_of(self, error: BaseException) -> int | None:
-        """The task in which `error` was raised: no bookkeeping while things go well."""
+    def tasks_of(self, error: BaseException) -> tuple[int, ...] | None:
+        """The task in which `error` was raised, or those of one call: no bookkeeping while things go well."""
         tb, found = error.__traceback__, None
         while tb is not None:
             if tb.tb_frame.f_code.co_filename == self.filename:
@@ -39,23 +42,28 @@ class Code:
 class _Writer:
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.tasks: dict[int, int] = {}
+        self.tasks: dict[int, tuple[int, ...]] = {}
         self.indent = 0
 
-    def line(self, text: str, task: int | None = None) -> None:
+    def line(self, text: str, tasks: tuple[int, ...] = ()) -> None:
         self.lines.append("    " * self.indent + text)
-        if task is not None:
-            self.tasks[len(self.lines)] = task
+        if tasks:
+            self.tasks[len(self.lines)] = tasks
 
 
-def generate(program: Program, *, cuda: bool, hook: bool) -> Code:
-    """`hook`: the code calls `on_task(task, "start" | "stop")` around every task."""
+def generate(program: Program, *, cuda: bool, hook: bool, segments: Sequence[Segment] = ()) -> Code:
+    """`hook`: the code calls `on_task(task, "start" | "stop")` around every task.
+
+    Each of the `segments` becomes a function by itself, `segment_0`, ..., called under the name `graph_0`, ...
+    """
     out = _Writer()
     lanes = program.lanes
-    if len(lanes) < 2:
-        _single(out, program, hook)
+    for number, segment in enumerate(segments):
+        _segment(out, program, number, segment)
+    if len(lanes) < 2 and not program.partitioned:
+        _single(out, program, hook, segments)
     elif cuda:
-        _streams(out, program, hook)
+        _streams(out, program, hook, segments)
     else:
         _threads(out, program, hook)
     source = "\n".join(out.lines) + "\n"
@@ -63,7 +71,7 @@ def generate(program: Program, *, cuda: bool, hook: bool) -> Code:
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     names = dict(program.names)
     exec(compile(source, filename, "exec"), names)
-    return Code(source=source, run=names["run"], filename=filename, tasks=out.tasks)
+    return Code(source=source, run=names["run"], filename=filename, tasks=out.tasks, names=names)
 
 
 def forget(filename: str) -> None:
@@ -76,25 +84,36 @@ def _arguments(out: _Writer, program: Program) -> None:
     if used:
         names = [f"a{i}" if i in used else "_" for i in range(program.arguments)]
         out.line(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+    if program.views:
+        out.line(f"{', '.join(program.views)}, = memory")
     for text in program.start:
         out.line(text)
 
 
-def _body(out: _Writer, step: Step, hook: bool) -> None:
-    t = step.task
-    if step.frees_first:
-        out.line(f"{' = '.join(step.frees_first)} = None", t)
+def _body(out: _Writer, step: Step, hook: bool, scope: frozenset[str] | None = None) -> None:
+    """`scope`: the variables that may be let go here, when not all."""
+    tasks = step.tasks
+    _let_go(out, step.frees_first, tasks, scope)
     if hook:
-        out.line(f'on_task({t}, "start")', t)
+        out.line(f'on_task({tasks[0]}, "start")', tasks)
     for text in step.before:
-        out.line(text, t)
-    out.line(step.call, t)
-    for text in step.after:
-        out.line(text, t)
+        out.line(text, tasks)
+    out.line(step.call, tasks)
+    for text in step.behind:
+        out.line(text, tasks)
     if hook:
-        out.line(f'on_task({t}, "stop")', t)
-    if step.frees:
-        out.line(f"{' = '.join(step.frees)} = None", t)
+        out.line(f'on_task({tasks[0]}, "stop")', tasks)
+    _let_go(out, step.frees, tasks, scope)
+
+
+def _let_go(out: _Writer, names: list[str], tasks: tuple[int, ...], scope: frozenset[str] | None = None) -> None:
+    names = [name for name in names if scope is None or name in scope]
+    if names:
+        out.line(f"{' = '.join(names)} = None", tasks)
+
+
+def _title(out: _Writer, step: Step) -> None:
+    out.line(f"# {', '.join(map(str, step.tasks))}: {step.title}")
 
 
 def _end(out: _Writer, program: Program) -> None:
@@ -103,23 +122,49 @@ def _end(out: _Writer, program: Program) -> None:
     out.line(f"return {program.results}")
 
 
-def _single(out: _Writer, program: Program, hook: bool) -> None:
-    out.line("def run(args, on_task):")
+def _segment(out: _Writer, program: Program, number: int, segment: Segment) -> None:
+    out.line(f"def segment_{number}({', '.join(segment.inputs)}):")
+    out.indent += 1
+    steps = [program.steps[s] for s in segment.steps]
+    local = frozenset(n for step in steps for n in step.makes) - frozenset(segment.outputs)
+    for step in steps:
+        _title(out, step)
+        _body(out, step, False, local)
+    out.line(f"return ({''.join(f'{name}, ' for name in segment.outputs).rstrip()})")
+    out.indent -= 1
+
+
+def _call_segment(out: _Writer, program: Program, number: int, segment: Segment) -> None:
+    steps = [program.steps[s] for s in segment.steps]
+    tasks = tuple(t for step in steps for t in step.tasks)
+    known = frozenset(segment.outputs) | {n for step in program.steps if step not in steps for n in step.makes}
+    assigned = f"{''.join(f'{name}, ' for name in segment.outputs).rstrip()} = " if segment.outputs else ""
+    out.line(f"{assigned}graph_{number}({', '.join(segment.inputs)})", tasks)
+    _let_go(out, [n for step in steps for n in (*step.frees_first, *step.frees)], tasks, known)
+
+
+def _single(out: _Writer, program: Program, hook: bool, segments: Sequence[Segment]) -> None:
+    out.line("def run(args, on_task, memory):")
     out.indent += 1
     _arguments(out, program)
-    for step in program.steps:
-        out.line(f"# {step.task}: {step.title}")
-        _body(out, step, hook)
+    first = {segment.steps[0]: n for n, segment in enumerate(segments)}
+    inside = {s for segment in segments for s in segment.steps}
+    for s, step in enumerate(program.steps):
+        if s in first:
+            _call_segment(out, program, first[s], segments[first[s]])
+        elif s not in inside:
+            _title(out, step)
+            _body(out, step, hook)
     _end(out, program)
 
 
 def _signals(program: Program) -> dict[int, list[tuple[int, int]]]:
-    """For each task that others wait for: (number of the wait, waiting task)."""
+    """For each step that others wait for: (number of the wait, waiting step)."""
     found: dict[int, list[tuple[int, int]]] = {}
     number = 0
-    for step in program.steps:
-        for a in step.waits:
-            found.setdefault(a, []).append((number, step.task))
+    for s, step in enumerate(program.steps):
+        for a in step.after:
+            found.setdefault(a, []).append((number, s))
             number += 1
     return found
 
@@ -127,7 +172,7 @@ def _signals(program: Program) -> dict[int, list[tuple[int, int]]]:
 def _threads(out: _Writer, program: Program, hook: bool) -> None:
     signals = _signals(program)
     waits = sorted(pair for pairs in signals.values() for pair in pairs)
-    out.line("def run(args, on_task, call):")
+    out.line("def run(args, on_task, memory, call):")
     out.indent += 1
     _arguments(out, program)
     if waits:
@@ -140,16 +185,16 @@ def _threads(out: _Writer, program: Program, hook: bool) -> None:
         out.indent += 1
         if program.variables:
             out.line(f"nonlocal {', '.join(program.variables)}")
-        for step in program.steps:
+        for s, step in enumerate(program.steps):
             if step.lane != lane:
                 continue
-            out.line(f"# {step.task}: {step.title}")
+            _title(out, step)
             for n, waiting in waits:
-                if waiting == step.task:
+                if waiting == s:
                     out.line(f"w{n}.acquire()")
                     out.line("if failed: return")
             _body(out, step, hook)
-            for n, _ in signals.get(step.task, []):
+            for n, _ in signals.get(s, []):
                 out.line(f"w{n}.release()")
         out.line("return")
         out.indent -= 1
@@ -157,34 +202,48 @@ def _threads(out: _Writer, program: Program, hook: bool) -> None:
     _end(out, program)
 
 
-def _streams(out: _Writer, program: Program, hook: bool) -> None:
+def _streams(out: _Writer, program: Program, hook: bool, segments: Sequence[Segment]) -> None:
     signals = _signals(program)
     number = {lane: i for i, lane in enumerate(program.lanes)}
-    out.line("def run(args, on_task, streams, events, set_stream):")
+    out.line("def run(args, on_task, memory, streams, events, set_stream):")
     out.indent += 1
-    out.line(f"{', '.join(f's{i}' for i in number.values())}, = streams")
-    if signals:
-        out.line(f"{', '.join(f'e{t}' for t in sorted(signals))}, = events")
+    streams = [f"s{i}" for i in number.values()]
+    caller = "caller" if program.partitioned else "s0"
+    out.line(f"{'caller, ' if program.partitioned else ''}{', '.join(streams)}, = streams")
+    joins = {stream: f"j_{stream}" for stream in streams if stream != caller}
+    out.line(f"{', '.join([*(f'e{t}' for t in sorted(signals)), *joins.values()])}, = events")
     _arguments(out, program)
-    current = program.lanes[0]
-    for step in program.steps:
-        out.line(f"# {step.task}: {step.title}")
+    current = home = None if program.partitioned else program.lanes[0]
+    first = {segment.steps[0]: n for n, segment in enumerate(segments)}
+    inside = {s for segment in segments for s in segment.steps}
+    for s, step in enumerate(program.steps):
+        if s in inside and s not in first:
+            continue
+        if s not in inside:
+            _title(out, step)
+        stream, last = f"s{number[step.lane]}", s
         if step.lane != current:
-            out.line(f"set_stream(s{number[step.lane]})")
+            out.line(f"set_stream({stream})")
             current = step.lane
-        for a in step.waits:
-            out.line(f"s{number[step.lane]}.wait_event(e{a})", step.task)
-        _body(out, step, hook)
-        if step.task in signals:
-            out.line(f"e{step.task}.record(s{number[step.lane]})", step.task)
-    if current != program.lanes[0]:
-        out.line("set_stream(s0)")
-    for i in range(1, len(program.lanes)):
-        out.line(f"s0.wait_stream(s{i})")
+        for a in step.after:
+            out.line(f"{stream}.wait_event(e{a})", step.tasks)
+        if s in first:
+            _call_segment(out, program, first[s], segments[first[s]])
+            last = segments[first[s]].steps[-1]
+        else:
+            _body(out, step, hook)
+        if last in signals:
+            out.line(f"e{last}.record({stream})", step.tasks)
+    if current != home:
+        out.line(f"set_stream({caller})")
+    for stream, event in joins.items():
+        out.line(f"{event}.record({stream})")
+        out.line(f"{caller}.wait_event({event})")
     for name in program.made_aside:  # the caller's stream uses it from here on
-        out.line(f"{name}.record_stream(s0)")
+        out.line(f"{name}.record_stream({caller})")
     _end(out, program)
 
 
 def event_count(program: Program) -> int:
-    return len(_signals(program))
+    """One where lanes meet, and one for each lane that joins the caller's at the end."""
+    return len(_signals(program)) + len(program.lanes) - (0 if program.partitioned else 1)

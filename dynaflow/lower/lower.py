@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-from dynaflow.capture.graph import CapturedGraph
+from dynaflow.capture.graph import CapturedGraph, is_named
 from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.codegen import Code, event_count, forget, generate
 from dynaflow.lower.operators import Operators, Sizes, Source
 from dynaflow.lower.program import Program, make_program
+from dynaflow.lower.segments import make_segments
+from dynaflow.run.arena import Arena, BlockPool
+from dynaflow.run.graphs import CaptureError, Graphed, GraphPool
 from dynaflow.run.lanes import Call, LanePool
 from dynaflow.run.streams import StreamPool, StreamRun
 from dynaflow.schedule.context import fusion_values
-from dynaflow.schedule.plan import Plan, Task
+from dynaflow.schedule.plan import Item, Lane, Plan, Task
+from dynaflow.stats import Stats
 
 OnTask = Callable[[Task, str], None]
+CudaGraph = Literal["plan", "pieces"] | None
+Run = Callable[[Sequence[Any]], Any]
+
+NO_CAPTURE = "no_capture"
+"""The tag of operators that stay out of CUDA graphs."""
 
 
 class Lowered:
@@ -29,10 +39,10 @@ class Lowered:
         self,
         plan: Plan,
         graph: OpGraph,
-        run: Callable[[tuple[Any, ...]], Any],
+        run: Run,
         code: Code | None = None,
         joined_bytes: int = 0,
-        all_values: Callable[[tuple[Any, ...]], dict[int, Any]] | None = None,
+        all_values: Callable[[Sequence[Any]], dict[int, Any]] | None = None,
     ) -> None:
         self.plan = replace(plan, code=code.source if code else "")
         self.graph = graph
@@ -45,61 +55,110 @@ class Lowered:
         if code:
             weakref.finalize(self, forget, code.filename)
 
-    def __call__(self, args: tuple[Any, ...]) -> Any:
+    def __call__(self, args: Sequence[Any]) -> Any:
         try:
             return self.run(args)
         except Exception as e:
-            self._name_task(e)
+            where = self.tasks_of(e)
+            if where:
+                e.add_note(f"dynaflow: in {where}")
             raise
 
-    def _name_task(self, error: BaseException) -> None:
-        index = self.code.task_of(error) if self.code else None
-        if index is not None:
-            task = self.plan.tasks[index]
-            error.add_note(f"dynaflow: in task {index}, {task}, on lane {task.lane}")
+    def tasks_of(self, error: BaseException) -> str | None:
+        """Where an error was raised, in words."""
+        indices = self.code.tasks_of(error) if self.code else None
+        if not indices:
+            return None
+        tasks = [self.plan.tasks[i] for i in indices]
+        which = f"task {indices[0]}" if len(tasks) == 1 else f"tasks {', '.join(map(str, indices))}, compiled as one"
+        return f"{which}, {', then '.join(map(str, tasks))}, on lane {tasks[0].lane}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What is to be lowered."""
+
+    plan: Plan
+    graph: OpGraph
+    sizes: Sizes
+    functions: Mapping[str, Callable[..., Any]]
+
+    @property
+    def device(self) -> torch.device:
+        return self.graph.graph.device
 
 
 class Lowerer:
-    """Lowers the plans of one compiled model; owns its operators, threads and streams."""
+    """Lowers the plans of one compiled model; owns its operators, threads, streams and graphs."""
 
-    def __init__(self, operators: Operators, on_task: OnTask | None) -> None:
-        self.operators = operators
-        self.on_task = on_task
+    def __init__(
+        self,
+        operators: Operators,
+        on_task: OnTask | None,
+        stats: Stats,
+        cudagraph: CudaGraph = None,
+        static_inputs: Sequence[str] = (),
+    ) -> None:
+        self.operators, self.on_task, self.stats = operators, on_task, stats
+        self.cudagraph, self.static_inputs = cudagraph, static_inputs
+        self.chains = on_task is None
+        """Tasks that run back to back on a lane are one call; but who watches wants to see each."""
         self.threads = LanePool()
         self.streams = StreamPool()
+        self.blocks = BlockPool()
+        self.graphs = GraphPool(stats)
 
     def lower(
         self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]
     ) -> Lowered:
+        job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions)
+        outside = frozenset(op.name for op in graph.ops if NO_CAPTURE in op.tags)
+        if self._captures(job) and (self.cudagraph == "pieces" or outside):
+            return self._in_pieces(job, outside)
         if plan.sequential:
-            return Lowered(plan, graph, self.whole(graph.graph, sizes))
-        program = make_program(plan, graph, sizes, self.operators, functions)
-        cuda = graph.graph.device.type == "cuda"
-        code = generate(program, cuda=cuda, hook=self.on_task is not None)
+            lowered = Lowered(plan, graph, self.whole(graph.graph, sizes))
+        else:
+            program = make_program(plan, graph, sizes, self.operators, functions, chains=self.chains)
+            code = generate(program, cuda=job.device.type == "cuda", hook=self.on_task is not None)
+            lowered = self._lowered(job, program, code, self._runnable(plan, program, code, job.device, self.blocks))
+        if self._captures(job):
+            lowered.run = self._as_graph(job, lowered)
+        return lowered
+
+    def _lowered(self, job: _Job, program: Program, code: Code, run: Run) -> Lowered:
+        self.stats.arena_bytes = program.arena_bytes
         return Lowered(
-            plan,
-            graph,
-            self._runnable(plan, program, code, graph.graph.device),
-            code,
-            program.joined_bytes,
-            lambda args: self._all_values(plan, graph, sizes, functions, args),
+            job.plan, job.graph, run, code, program.joined_bytes, lambda args: self._all_values(job, args)
         )
 
-    def _runnable(
-        self, plan: Plan, program: Program, code: Code, device: torch.device
-    ) -> Callable[[tuple[Any, ...]], Any]:
+    def _runnable(self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool) -> Run:
+        """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
         run, hook = code.run, self._hook(plan)
-        if len(program.lanes) < 2:
-            return lambda args: run(args, hook)
-        if device.type == "cuda":
-            stream_run = StreamRun(run, device, program.lanes, event_count(program), self.streams)
-            return lambda args: stream_run(args, hook)
-        pool = self.threads
-        return lambda args: run(args, hook, Call(pool))
+        issue: Callable[[Sequence[Any], Any], Any]
+        if len(plan.lanes) < 2 and not plan.partitioned:
+            issue = lambda args, memory: run(args, hook, memory)  # noqa: E731
+        elif device.type == "cuda":
+            stream_run = StreamRun(run, device, plan.lanes, event_count(program), self.streams)
+            issue = lambda args, memory: stream_run(args, hook, memory)  # noqa: E731
+        else:
+            pool = self.threads
+            shares = tuple(lane.sms for lane in plan.lanes) if plan.partitioned else ()
+            issue = lambda args, memory: run(args, hook, memory, Call(pool, shares))  # noqa: E731
+        if not program.views:
+            return lambda args: issue(args, ())
+        arena = Arena(tuple(program.views.values()), program.arena_bytes, device, blocks)
 
-    def _all_values(
-        self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]], args: Any
-    ) -> dict[int, Any]:
+        def with_memory(args: Sequence[Any]) -> Any:
+            block, memory = arena.take()
+            try:
+                return issue(args, memory)
+            finally:
+                arena.give(block)
+
+        return with_memory
+
+    def _all_values(self, job: _Job, args: Sequence[Any]) -> dict[int, Any]:
+        plan, graph = job.plan, job.graph
         hidden: set[int] = set()  # values that stay inside a fusion
         for task in plan.tasks:
             if task.replace:
@@ -108,24 +167,122 @@ class Lowerer:
                 hidden |= {v for op, parts in items for v in op.writes if (v, parts) not in shown}
         inner = tuple(v for op in graph.ops for v in op.writes if v not in hidden)
         every = replace(graph, outputs=inner, ending=None)
-        program = make_program(plan, every, sizes, self.operators, functions)
-        code = generate(program, cuda=graph.graph.device.type == "cuda", hook=self.on_task is not None)
-        results = self._runnable(plan, program, code, graph.graph.device)(args)
+        program = make_program(plan, every, job.sizes, self.operators, job.functions, chains=False)
+        code = generate(program, cuda=job.device.type == "cuda", hook=self.on_task is not None)
+        results = self._runnable(plan, program, code, job.device, self.blocks)(args)
         forget(code.filename)
         return dict(zip(inner, results, strict=True))
 
-    def whole(self, graph: CapturedGraph, sizes: Sizes) -> Callable[[tuple[Any, ...]], Any]:
+    def whole(self, graph: CapturedGraph, sizes: Sizes) -> Run:
         """The uncut graph."""
-        symbols = tuple(i.symbol for i in graph.inputs if i.shape is None)
-        if self.operators.mode == "eager" or any(s is None for s in symbols):
-            forward = graph.gm.forward
-            return lambda args: forward(*args)
-        numbers = [n for n, i in enumerate(graph.inputs) if i.shape is None]
-        order = numbers + [n for n, i in enumerate(graph.inputs) if i.shape is not None]
-        shapes = tuple(i.shape for i in graph.inputs if i.shape is not None)
-        source = Source(module=_numbers_first(graph), symbols=symbols, shapes=shapes, free=frozenset())
-        call = self.operators.get(source, sizes)
-        return lambda args: call(*[args[n] for n in order])
+        if self.operators.mode == "eager" or any(i.shape is None and i.symbol is None for i in graph.inputs):
+            call: Callable[..., Any] = graph.gm.forward
+        else:
+            inputs = tuple(i.symbol if i.shape is None else i.shape for i in graph.inputs)
+            call = self.operators.get(Source(module=graph.gm, inputs=inputs, free=frozenset()), sizes)
+        return lambda args: call(*args)
+
+    # CUDA graphs
+
+    def _captures(self, job: _Job) -> bool:
+        if self.cudagraph is None or job.device.type != "cuda" or self.on_task is not None:
+            return False
+        elsewhere = [i.name for i in self._used(job) if i.shape is not None and i.shape.device.type != "cuda"]
+        if job.graph.graph.grad:
+            return self._refuse("the graph is captured with gradients on: use torch.no_grad() or inference_mode()")
+        if elsewhere:
+            return self._refuse(f"input {elsewhere[0]!r} is not on the GPU")
+        return True
+
+    def _refuse(self, reason: str) -> bool:
+        if reason not in self.stats.capture_failures:
+            self.stats.capture_failures.append(reason)
+            warnings.warn(f"dynaflow: running without CUDA graphs: {reason}", stacklevel=2)
+        return False
+
+    def _used(self, job: _Job) -> list[Any]:
+        return [job.graph.graph.inputs[v.input] for v in job.graph.values if v.input is not None]
+
+    def _places(self, job: _Job) -> tuple[list[int], list[int]]:
+        """Positions of the inputs that a graph copies in, and of those that it uses in place."""
+        written = {s for op in job.graph.ops for s, writes in op.touches if writes}
+        moving: list[int] = []
+        still: list[int] = []
+        for value in job.graph.values:
+            if value.input is None or value.shape is None:
+                continue
+            given = job.graph.graph.inputs[value.input]
+            promised = any(is_named(given.name, name) for name in self.static_inputs)
+            stays = given.still or promised or value.storage in written
+            (still if stays else moving).append(value.input)
+        return moving, still
+
+    def _as_graph(self, job: _Job, lowered: Lowered) -> Run:
+        plain = lowered.run
+        moving, still = self._places(job)
+        graphed = Graphed(plain, job.device, self.graphs, moving=moving, still=still)
+
+        def run(args: Sequence[Any]) -> Any:
+            try:
+                return graphed(args)
+            except CaptureError as e:
+                cause = e.__cause__ or e
+                self.graphs.failed(lowered.tasks_of(cause) or "the uncut graph", e)
+                indices = lowered.code.tasks_of(cause) if lowered.code else None
+                if indices:
+                    culprits = frozenset(item.op for i in indices for item in job.plan.tasks[i].items)
+                    lowered.run = self._in_pieces(job, culprits).run
+                else:
+                    lowered.run = plain
+                return lowered.run(args)
+
+        return run
+
+    def _in_pieces(self, job: _Job, outside: frozenset[str]) -> Lowered:
+        """The plan with what lies between the operators `outside` captured, lane by lane."""
+        if job.plan.sequential:
+            if not outside:
+                lowered = Lowered(job.plan, job.graph, self.whole(job.graph.graph, job.sizes))
+                lowered.run = self._as_graph(job, lowered)
+                return lowered
+            job = replace(job, plan=_in_order(job.plan, job.graph))
+        plan, graph = job.plan, job.graph
+        program = make_program(
+            plan, graph, job.sizes, self.operators, job.functions, chains=self.chains, pieces=True, outside=outside
+        )
+        held_out = frozenset(
+            s for s, step in enumerate(program.steps)
+            if any(item.op in outside for t in step.tasks for item in plan.tasks[t].items)
+        )  # fmt: skip
+        segments = make_segments(program, held_out)
+        code = generate(program, cuda=True, hook=False, segments=segments)
+        copied = {f"a{i}" for i in self._places(job)[0]}
+        sides = self.streams.get(job.device, plan.lanes)
+        streams = dict(zip([lane.name for lane in plan.lanes][-len(sides) :] if sides else [], sides, strict=True))
+        for n, segment in enumerate(segments):
+            moving = [
+                i for i, name in enumerate(segment.inputs) if i in segment.moving or name.split("_")[0] in copied
+            ]
+            still = [i for i in range(len(segment.inputs)) if i not in moving]
+            lane = program.steps[segment.steps[0]].lane
+            code.names[f"graph_{n}"] = Graphed(
+                _spread(code.names[f"segment_{n}"]), job.device, self.graphs, moving=moving, still=still, inner=True,
+                stream=streams.get(lane), where=lambda error: lowered.tasks_of(error),
+            ).call  # fmt: skip
+        # Graphs know their buffers by address, so the arena is the plan's own.
+        run = self._runnable(plan, program, code, job.device, BlockPool())
+        pool, device = self.graphs, job.device
+
+        def one_at_a_time(args: Sequence[Any]) -> Any:
+            with pool.lock:
+                pool.turns.enter(device)
+                try:
+                    return run(args)
+                finally:
+                    pool.turns.leave(device)
+
+        lowered = self._lowered(job, program, code, one_at_a_time)
+        return lowered
 
     def _hook(self, plan: Plan) -> Callable[[int, str], None] | None:
         if self.on_task is None:
@@ -134,17 +291,11 @@ class Lowerer:
         return lambda index, moment: on_task(tasks[index], moment)
 
 
-def _numbers_first(graph: CapturedGraph) -> torch.fx.GraphModule:
-    """The same graph with the inputs in the order that `Operators` wants: numbers, then tensors."""
-    copy = torch.fx.Graph()
-    env: dict[torch.fx.Node, torch.fx.Node] = {}
-    for wanted in (False, True):
-        for given in graph.inputs:
-            if (given.shape is not None) == wanted:
-                env[given.node] = copy.placeholder(given.node.name)
-    for node in graph.gm.graph.nodes:
-        if node.op == "output":
-            copy.output(torch.fx.map_arg(node.args[0], lambda n: env[n]))
-        elif node.op != "placeholder":
-            env[node] = copy.node_copy(node, lambda n: env[n])
-    return torch.fx.GraphModule(graph.gm, copy)
+def _spread(function: Callable[..., Any]) -> Run:
+    return lambda args: function(*args)
+
+
+def _in_order(plan: Plan, graph: OpGraph) -> Plan:
+    """A plan in sequence, operator by operator."""
+    tasks = tuple(Task(items=(Item(op=op.name, micro_batches=(0,)),), lane="main") for op in graph.ops)
+    return replace(plan, lanes=(Lane(name="main"),), tasks=tasks)

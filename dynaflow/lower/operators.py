@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -20,26 +21,42 @@ Mode = Literal["inductor", "eager"]
 Sizes = dict[sympy.Symbol, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
-    """A piece of a graph and what goes into it: numbers first, then values."""
+    """A piece of a graph and what goes into it, in order."""
 
     module: fx.GraphModule
-    symbols: tuple[sympy.Expr, ...]
-    shapes: tuple[Shape | None, ...]
+    inputs: tuple[Shape | sympy.Expr | None, ...]
+    """A tensor's shape, a number in the graph's symbols, or None where nothing is known."""
     free: frozenset[sympy.Symbol]
     """Symbols of the batch: a value may be a slice, so strides that contain one of these are taken as they come."""
+
+    @cached_property
+    def used(self) -> frozenset[sympy.Symbol]:
+        """The symbols in sizes, strides and numbers."""
+        shapes = [e for i in self.inputs if isinstance(i, Shape) for e in (*i.size, *i.stride)]
+        numbers = [i for i in self.inputs if isinstance(i, sympy.Expr)]
+        return frozenset(s for e in (*shapes, *numbers) for s in e.free_symbols)
+
+
+Strides = tuple[tuple[int, ...] | None, ...]
+"""Of each input, as they are: None for what is no tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
     call: Callable[..., Any]
-    names: dict[sympy.Symbol, sympy.Symbol]
+    sizes: Sizes | None = None
+    """What it was compiled for, if that is all that it fits."""
+    strides: Strides | None = None
+    names: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     """The graph's symbols, as the compiler knew them."""
-    guards: tuple[sympy.Basic, ...]
+    guards: tuple[sympy.Basic, ...] = ()
 
-    def fits(self, sizes: Sizes) -> bool:
+    def fits(self, sizes: Sizes, strides: Strides) -> bool:
         """Does what the compiler assumed hold for these sizes?"""
+        if self.sizes is not None:
+            return self.strides == strides and all(sizes[s] == n for s, n in self.sizes.items())
         known = {mine: sympy.Integer(sizes[s]) for s, mine in self.names.items() if s in sizes}
         return all(guard.xreplace(known) is not sympy.false for guard in self.guards)
 
@@ -49,64 +66,87 @@ class Operators:
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
+        self.writes_into = mode == "inductor"
+        """Results are written straight into buffers. Uncompiled operators would have to copy them there."""
         self.compiled = 0
         self.shared = 0
         self._lock = threading.Lock()
         self._known: dict[Any, list[_Compiled]] = {}
 
-    def get(self, source: Source, sizes: Sizes) -> Callable[..., Any]:
-        """A function of the piece's inputs, fit for inputs of these sizes."""
+    def get(self, source: Source, sizes: Sizes, strides: Strides | None = None) -> Callable[..., Any]:
+        """A function of the piece's inputs, fit for these sizes and strides (by default, those that the shapes say).
+
+        As torch.compile does, the first size is compiled for itself, and a second one for all that may follow.
+        """
         if self.mode == "eager":
             return source.module.forward
+        if strides is None:
+            strides = tuple(strides_of(i, sizes) if isinstance(i, Shape) else None for i in source.inputs)
         key = _key(source)
         with self._lock:
             variants = self._known.setdefault(key, [])
-            found = next((v for v in variants if v.fits(sizes)), None)
+            found = next((v for v in variants if v.fits(sizes, strides)), None)
             if found is not None:
                 self.shared += 1
                 return found.call
-            made = _compile(source, sizes)
-            if not made.fits(sizes):  # a size of 1, or one that the compiler singled out
-                made = _compile(source, sizes, dynamic=False)
+            made = _compile_for_all(source, sizes) if variants else None
+            if made is None or not made.fits(sizes, strides):  # a size of 1, or one that the compiler singled out
+                made = _compile_for(source, sizes, strides)
             variants.append(made)
             self.compiled += 1
             return made.call
 
 
-def _compile(source: Source, sizes: Sizes, dynamic: bool = True) -> _Compiled:
-    symbols = _torch.Symbols()
-    names: dict[sympy.Symbol, sympy.Symbol] = {}
-    used = {s for e in source.symbols for s in e.free_symbols}
-    used |= {s for shape in source.shapes if shape for e in (*shape.size, *shape.stride) for s in e.free_symbols}
-    hints = {s: max(sizes[s], 2) for s in used}  # 1 would be taken for a constant
-    if dynamic:
-        names = {s: symbols.new(str(s), hints[s]).node.expr for s in sorted(used, key=str)}
+def strides_of(shape: Shape, sizes: Sizes) -> tuple[int, ...]:
+    return tuple(concrete(e, sizes) for e in shape.stride)
+
+
+def _compile_for(source: Source, sizes: Sizes, strides: Strides) -> _Compiled:
+    """For these sizes and strides alone."""
+    world = _torch.Symbols()
+    inputs: list[Any] = []
+    with world.mode:
+        for given, stride in zip(source.inputs, strides, strict=True):
+            if isinstance(given, Shape):
+                inputs.append(_fake(given, [concrete(e, sizes) for e in given.size], stride))
+            else:
+                inputs.append(0 if given is None else concrete(given, sizes))
+    call = _torch.compile_operator(_copy(source.module), inputs, world)
+    return _Compiled(call=call, sizes={s: sizes[s] for s in source.used}, strides=strides)
+
+
+def _compile_for_all(source: Source, sizes: Sizes) -> _Compiled:
+    """For all sizes that the compiler's assumptions allow."""
+    world = _torch.Symbols()
+    hints = {s: max(sizes[s], 2) for s in source.used}  # 1 would be taken for a constant
+    names = {s: world.new(str(s), hints[s]).node.expr for s in sorted(source.used, key=str)}
+    larger = {s: 2 * n + 1 for s, n in hints.items()}
 
     def number(expr: sympy.Expr) -> Any:
-        if not dynamic or not expr.free_symbols:
-            return concrete(expr, sizes)
-        return symbols.env.create_symintnode(expr.xreplace(names), hint=concrete(expr, hints))
+        if not expr.free_symbols:
+            return int(expr)
+        return world.env.create_symintnode(expr.xreplace(names), hint=concrete(expr, hints))
 
-    inputs: list[Any] = [number(e) for e in source.symbols]
-    with symbols.mode:
-        for i, shape in enumerate(source.shapes):
-            if shape is None:
-                inputs.append(0)
+    inputs: list[Any] = []
+    with world.mode:
+        for i, given in enumerate(source.inputs):
+            if not isinstance(given, Shape):
+                inputs.append(0 if given is None else number(given))
                 continue
-            stride = []
-            for d, expr in enumerate(shape.stride):
-                if dynamic and expr.free_symbols & source.free:
-                    # Like a slice of a larger batch, or the compiler would take the layout for contiguous.
-                    larger = {s: 2 * n + 1 for s, n in hints.items()}
-                    stride.append(symbols.new(f"stride_{i}_{d}", concrete(expr, larger)))
-                else:
-                    stride.append(number(expr))
-            fake = torch.empty_strided([number(e) for e in shape.size], stride, dtype=shape.dtype, device=shape.device)
-            inputs.append(fake.requires_grad_() if shape.requires_grad else fake)
-    call = _torch.compile_operator(_copy(source.module), inputs, symbols)
-    guards = [g for g in symbols.guards() if g.free_symbols <= set(names.values())]
-    exact = [sympy.Eq(s, sizes[s]) for s in used] if not dynamic else []
-    return _Compiled(call=call, names=names or {s: s for s in used}, guards=(*guards, *exact))
+            # Like a slice of a larger batch, or the compiler would take the layout for contiguous.
+            stride = [
+                world.new(f"stride_{i}_{d}", concrete(e, larger)) if e.free_symbols & source.free else number(e)
+                for d, e in enumerate(given.stride)
+            ]
+            inputs.append(_fake(given, [number(e) for e in given.size], stride))
+    call = _torch.compile_operator(_copy(source.module), inputs, world)
+    guards = tuple(g for g in world.guards() if g.free_symbols <= set(names.values()))
+    return _Compiled(call=call, names=names, guards=guards)
+
+
+def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:
+    fake = torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
+    return fake.requires_grad_() if shape.requires_grad else fake
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -117,11 +157,11 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _key(source: Source) -> Any:
-    device = next((s.device.type for s in source.shapes if s is not None), "cpu")
+    device = next((i.device.type for i in source.inputs if isinstance(i, Shape)), "cpu")
     ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
     if ambient[2]:
         ambient = (*ambient, torch.get_autocast_dtype(device))  # type: ignore[assignment]
-    return (_text(source.module), source.symbols, source.shapes, source.free, ambient)
+    return (_text(source.module), source.inputs, source.free, ambient)
 
 
 def _text(module: fx.GraphModule) -> tuple[Any, ...]:

@@ -1,39 +1,50 @@
 """A plan worked out to single steps: which function each task calls, on which variables.
 
-Splitting is by view, made once where the value is made. Joining happens where a task needs the value of
-several micro-batches that were made apart. Who owns a variable, and when it may be let go, follows from
-happens-before: a variable dies on the lane that made it, once all its readers are known to have ended.
+Splitting is by view. Parts of a value that are made apart and used together are slices of one buffer where their
+makers can write into it (memory.py), and copied together where they can't. Who owns any other variable, and when
+it may be let go, follows from happens-before: it dies on the lane that made it, once all its readers are known to
+have ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import sympy
+import torch
+
+from dynaflow.capture.graph import Shape
 from dynaflow.capture.ops import Op, OpGraph, Value
 from dynaflow.capture.probe import concrete
-from dynaflow.lower.operators import Operators, Sizes, Source
+from dynaflow.lower.ends import write_into
+from dynaflow.lower.memory import Buffer, choose_buffers, is_dense, plan_arena
+from dynaflow.lower.operators import Operators, Sizes, Source, strides_of
+from dynaflow.lower.units import Parts, Unit, make_units
+from dynaflow.run.arena import View
 from dynaflow.run.values import Join, unpack
 from dynaflow.schedule.context import fusion_values
-from dynaflow.schedule.plan import MicroBatch, Plan, Task
-
-Parts = tuple[int, ...]
+from dynaflow.schedule.plan import MicroBatch, Plan, Task, happens_before
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One task as lines of code."""
+    """One call as lines of code."""
 
-    task: int
+    tasks: tuple[int, ...]
     lane: str
     title: str
-    waits: tuple[int, ...]
+    after: tuple[int, ...]
+    """Steps of other lanes that this one waits for."""
     before: list[str] = field(default_factory=list)
     call: str = ""
-    after: list[str] = field(default_factory=list)
+    behind: list[str] = field(default_factory=list)
     frees: list[str] = field(default_factory=list)
     frees_first: list[str] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
+    makes: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +53,8 @@ class Program:
 
     arguments: int
     lanes: list[str]
+    partitioned: bool = False
+    """Lanes have shares of the device: then none of them is the caller's own."""
     used: list[int]
     """Positions of the arguments that some step uses."""
     start: list[str] = field(default_factory=list)
@@ -53,7 +66,13 @@ class Program:
     names: dict[str, Any] = field(default_factory=dict)
     """What the code refers to: operators, joins."""
     variables: list[str] = field(default_factory=list)
+    final_reads: list[str] = field(default_factory=list)
+    """Variables that the end needs."""
+    views: dict[str, View] = field(default_factory=dict)
+    """Variables that look at the arena."""
+    arena_bytes: int = 0
     joined_bytes: int = 0
+    """Bytes that a run copies to join micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +89,17 @@ def make_program(
     sizes: Sizes,
     operators: Operators,
     functions: Mapping[str, Callable[..., Any]],
+    *,
+    chains: bool = True,
+    pieces: bool = False,
+    outside: frozenset[str] = frozenset(),
 ) -> Program:
-    return _Maker(plan, graph, sizes, operators, functions).make()
+    """`chains`: calls that run back to back on a lane are compiled as one.
+
+    `pieces`: the program will be captured in pieces, with the operators `outside` between them.
+    """
+    maker = _Maker(plan, graph, sizes, operators, functions)
+    return maker.make(make_units(plan, graph, chains=chains, apart=outside), pieces=pieces)
 
 
 class _Maker:
@@ -86,59 +114,142 @@ class _Maker:
         self.plan, self.graph, self.sizes, self.operators, self.functions = plan, graph, sizes, operators, functions
         self.all: Parts = tuple(range(len(plan.micro_batches)))
         self.program = Program(arguments=len(graph.graph.inputs), lanes=[lane.name for lane in plan.lanes], used=[])
+        self.program.partitioned = plan.partitioned
         self.where: dict[int, dict[int, _Var]] = {}
         self.slices: dict[tuple[str, Parts], str] = {}
-        self.maker: dict[str, int | None] = {}  # variable -> step that made it; None: an argument
+        self.maker: dict[str, int | None] = {}  # variable -> step that made it; None: an argument or a buffer
         self.readers: dict[str, set[int]] = {}
         self.family: dict[str, list[str]] = {}  # variable -> its slices, which keep it alive
+        self.buffers: dict[str, Buffer] = {}
         self.batch = frozenset().union(*graph.spaces) if graph.spaces else frozenset()
 
-    def make(self) -> Program:
+    def make(self, units: list[Unit], *, pieces: bool) -> Program:
         for value in self.graph.values:
             if value.input is not None:
                 var = _Var(f"a{value.input}", self.all)
                 self.where[value.index] = dict.fromkeys(self.all, var)
                 self.maker[var.name] = None
                 self.program.used.append(value.input)
-        for index, task in enumerate(self.plan.tasks):
-            step = Step(task=index, lane=task.lane, title=str(task), waits=task.after)
+        self._buffers(units, pieces)
+        ends = {unit.tasks[-1]: s for s, unit in enumerate(units)}
+        for unit in units:
+            first = self.plan.tasks[unit.tasks[0]]
+            title = ", then ".join(str(self.plan.tasks[t]) for t in unit.tasks)
+            step = Step(tasks=unit.tasks, lane=first.lane, title=title, after=tuple(ends[a] for a in first.after))
             self.program.steps.append(step)
-            if task.replace is None:
-                self._plain(step, task)
+            if unit.fused:
+                self._fused(step, first)
             else:
-                self._fused(step, task)
-        self._end()
+                self._plain(step, unit)
+        self._end(pieces)
+        self.before = happens_before(self.program.steps)
         self._free()
+        self._place()
         self.program.used.sort()
         return self.program
 
+    # Memory
+
+    def _buffers(self, units: list[Unit], pieces: bool) -> None:
+        if not self.operators.writes_into:
+            return
+        for v, buffers in choose_buffers(units, self.graph, self.all).items():
+            layouts = [self._layout(self.graph.values[v], b.parts) for b in buffers]
+            if not all(is_dense(size, stride) for size, stride in layouts):
+                continue
+            if pieces and buffers[0].own:  # a graph writes to the same place every time
+                continue
+            for buffer, (size, stride) in zip(buffers, layouts, strict=True):
+                shape = self.graph.values[v].shape
+                assert shape is not None
+                buffer.size, buffer.stride = size, stride
+                buffer.nbytes = torch.Size(size).numel() * shape.dtype.itemsize
+                self.buffers[buffer.name] = buffer
+                self.maker[buffer.name] = None
+                if buffer.own:
+                    new = partial(torch.empty_strided, size, stride, dtype=shape.dtype, device=shape.device)
+                    self.program.names[f"new_{buffer.name}"] = new
+                    self.program.start.append(f"{buffer.name} = new_{buffer.name}()")
+
+    def _buffer(self, v: int, parts: Parts) -> Buffer | None:
+        """The buffer into which these parts of a value are to be written."""
+        return next((b for b in self.buffers.values() if b.value == v and set(parts) <= set(b.parts)), None)
+
+    def _place(self) -> None:
+        """Cuts the arena, now that it is known who uses what."""
+        inner = [b for b in self.buffers.values() if not b.own]
+        for buffer in inner:
+            buffer.users = buffer.writers | self.readers.get(buffer.name, set())
+        self.program.arena_bytes = plan_arena(inner, self.before)
+        for buffer in inner:
+            shape = self.graph.values[buffer.value].shape
+            assert shape is not None
+            view = View(offset=buffer.offset, size=buffer.size, stride=buffer.stride, dtype=shape.dtype)
+            self.program.views[buffer.name] = view
+        for (name, parts), slice_name in self.slices.items():
+            if name in self.program.views:
+                value, view = self.graph.values[self.buffers[name].value], self.program.views[name]
+                for space, dim in enumerate(value.dims):
+                    if dim is not None:
+                        view = view.narrow(dim, *self._range(value, space, dim, self.buffers[name].parts, parts))
+                self.program.views[slice_name] = view
+
+    def _layout(self, value: Value, parts: Parts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        assert value.shape is not None
+        sizes = self._sizes(parts)
+        return tuple(concrete(e, sizes) for e in value.shape.size), strides_of(value.shape, sizes)
+
     # One task
 
-    def _plain(self, step: Step, task: Task) -> None:
-        (item,) = task.items
-        op = self.graph.by_name[item.op]
-        runs = [item.micro_batches]
-        if any(self._writes(op, v) and self.graph.values[v].input is not None for v in op.reads):
+    def _plain(self, step: Step, unit: Unit) -> None:
+        runs = [unit.parts]
+        if any(self._writes(op, v) and self.graph.values[v].input is not None for op in unit.ops for v in op.reads):
             # A join is a copy, and what is written to a copy of an argument is lost: only neighbours go together.
-            runs = _neighbours(item.micro_batches)
+            runs = _neighbours(unit.parts)
         for parts in runs[:-1]:
-            step.before.append(self._call(step, op, parts))
-        step.call = self._call(step, op, runs[-1])
+            step.before.append(self._call(step, unit, parts))
+        step.call = self._call(step, unit, runs[-1])
 
-    def _call(self, step: Step, op: Op, parts: Parts) -> str:
+    def _call(self, step: Step, unit: Unit, parts: Parts) -> str:
+        if not unit.writes and not any(written for op in unit.ops for _, written in op.touches):
+            return "pass  # nobody uses what it makes"
         sizes = self._sizes(parts)
-        numbers = [str(concrete(e, sizes)) for e in op.symbols]
-        reads = [self._fetch(v, parts, step, op) for v in op.reads]
-        free = self.batch if op.splittable else frozenset()
-        shapes = tuple(self.graph.values[v].shape for v in op.reads)
-        source = Source(module=op.module, symbols=op.symbols, shapes=shapes, free=free)
-        name = f"op{op.index}"
-        call = self.operators.get(source, sizes)
+        numbers = [str(concrete(e, sizes)) for e in unit.symbols]
+        inputs: list[Shape | sympy.Expr | None] = list(unit.symbols)
+        strides: list[tuple[int, ...] | None] = [None] * len(unit.symbols)
+        args, targets, outs, module = [], [], [], unit.module
+        for v in unit.reads:
+            name, held = self._fetch(v, parts, step, unit.ops)
+            step.reads.append(name)
+            shape = self.graph.values[v].shape
+            args.append(name)
+            inputs.append(shape)
+            strides.append(None if shape is None else strides_of(shape, self._sizes(held)))
+        for position, v in enumerate(unit.writes):
+            buffer = self._buffer(v, parts)
+            if buffer is None:
+                targets.append(self._made(v, parts, step))
+                continue
+            var = _Var(buffer.name, buffer.parts)
+            self.where.setdefault(v, {}).update(dict.fromkeys(parts, var))
+            buffer.writers.add(len(self.program.steps) - 1)
+            value = self.graph.values[v]
+            outs.append(position)
+            args.append(self._slice(value, var, parts, step))
+            step.reads.append(args[-1])
+            inputs.append(value.shape)
+            strides.append(buffer.stride)
+        if outs:
+            module = write_into(module, outs)
+        free = self.batch if unit.splittable else frozenset()
+        source = Source(module=module, inputs=tuple(inputs), free=free)
+        call = self.operators.get(source, sizes, tuple(strides))
+        name = f"op{unit.ops[0].index}"
         if self.program.names.get(name, call) != call:  # another size of the same operator, compiled apart
-            name = f"op{op.index}_{len(self.program.names)}"
+            name = f"{name}_{len(self.program.names)}"
         self.program.names[name] = call
-        targets = "".join(f"{self._made(v, parts, step)}, " for v in op.writes)
-        return (f"{targets.rstrip()} = " if targets else "") + f"{name}({', '.join(numbers + reads)})"
+        assigned = "".join(f"{t}, " for t in targets).rstrip()
+        return (f"{assigned} = " if assigned else "") + f"{name}({', '.join(numbers + args)})"
 
     def _fused(self, step: Step, task: Task) -> None:
         items = [(self.graph.by_name[i.op], i.micro_batches) for i in task.items]
@@ -146,8 +257,9 @@ class _Maker:
         mutators: dict[tuple[int, Parts], Op] = {}
         for op, parts in items:
             mutators.update({(v, parts): op for v in op.reads if self._writes(op, v) or (v, parts) not in mutators})
-        args = [self._fetch(v, parts, step, mutators[v, parts]) for v, parts in reads]
-        name = f"f{step.task}"
+        args = [self._fetch(v, parts, step, (mutators[v, parts],))[0] for v, parts in reads]
+        step.reads.extend(args)
+        name = f"f{step.tasks[0]}"
         assert task.replace is not None
         self.program.names[name] = self.functions[task.replace]
         self.program.names["unpack"] = unpack
@@ -161,25 +273,27 @@ class _Maker:
         places = self.where.setdefault(v, {})
         for m in parts:
             places[m] = var
-        self._new(var.name, step)
+        self._new(var.name)
         return var.name
 
-    def _new(self, name: str, step: Step) -> None:
-        self.maker[name] = step.task
+    def _new(self, name: str) -> None:
+        """A variable that the step at hand makes."""
+        self.maker[name] = len(self.program.steps) - 1
+        self.program.steps[-1].makes.append(name)
         self.program.variables.append(name)
 
     # Values where they are needed
 
-    def _fetch(self, v: int, parts: Parts, step: Step | None, op: Op | None) -> str:
-        """The expression under which a task finds value `v` for micro-batches `parts`."""
+    def _fetch(self, v: int, parts: Parts, step: Step | None, ops: tuple[Op, ...]) -> tuple[str, Parts]:
+        """The variable in which a task finds value `v` for micro-batches `parts`, and what its memory holds."""
         value = self.graph.values[v]
         places = self.where[v]
-        writes = op is not None and self._writes(op, v)
+        writes = any(self._writes(op, v) for op in ops)
         if not value.carries_batch:
             var = places[parts[0]]
             if writes and len(parts) == len(self.all):
                 self.where[v] = dict.fromkeys(self.all, var)  # every part sees what was written
-            return self._use(var.name, step)
+            return self._use(var.name, step), parts
         pieces: list[tuple[_Var, Parts]] = []
         for m in parts:
             var = places[m]
@@ -189,8 +303,8 @@ class _Maker:
                 pieces.append((var, (m,)))
         names = [self._slice(value, var, held, step) for var, held in pieces]
         if len(names) == 1:
-            return names[0]
-        return self._join(value, names, parts, step, keep=writes)
+            return names[0], pieces[0][0].parts
+        return self._join(value, names, parts, step, keep=writes), parts
 
     def _slice(self, value: Value, var: _Var, parts: Parts, step: Step | None) -> str:
         self._use(var.name, step)
@@ -199,16 +313,19 @@ class _Maker:
         key = (var.name, parts)
         if key not in self.slices:
             name = self.slices[key] = f"{var.name}_{'_'.join(map(str, parts))}"
+            if var.name in self.buffers and not self.buffers[var.name].own:
+                return name  # cut beforehand, once
             line = f"{name} = {var.name}"
             for space, dim in enumerate(value.dims):
                 if dim is not None:
                     start, length = self._range(value, space, dim, var.parts, parts)
                     line += f".narrow({dim}, {start}, {length})"
             maker = self.maker[var.name]
-            (self.program.start if maker is None else self.program.steps[maker].after).append(line)
+            (self.program.start if maker is None else self.program.steps[maker].behind).append(line)
             self.family.setdefault(var.name, []).append(name)
             if maker is not None:
                 self.program.variables.append(name)
+                self.program.steps[maker].makes.append(name)
         return self.slices[key]
 
     def _join(self, value: Value, names: list[str], parts: Parts, step: Step | None, keep: bool) -> str:
@@ -227,9 +344,11 @@ class _Maker:
         self.program.joined_bytes += count * value.shape.dtype.itemsize
         if step is None:
             self.program.end.append(line)
+            self.program.final_reads.extend(names)
             return name
         step.before.append(line)
-        self._new(name, step)
+        step.reads.extend(names)
+        self._new(name)
         self._use(name, step)
         if keep:  # the operator writes into the joined copy: from here on, that is the value
             var = _Var(name, parts)
@@ -237,7 +356,7 @@ class _Maker:
         return name
 
     def _use(self, name: str, step: Step | None) -> str:
-        self.readers.setdefault(name, set()).add(-1 if step is None else step.task)
+        self.readers.setdefault(name, set()).add(-1 if step is None else len(self.program.steps) - 1)
         return name
 
     def _writes(self, op: Op, v: int) -> bool:
@@ -265,14 +384,19 @@ class _Maker:
 
     # The end
 
-    def _end(self) -> None:
-        whole = {v: self._fetch(v, self.all, None, None) for v in dict.fromkeys(self.graph.outputs)}
+    def _end(self, pieces: bool) -> None:
+        whole = {v: self._fetch(v, self.all, None, ())[0] for v in dict.fromkeys(self.graph.outputs)}
         results = [whole[v] for v in self.graph.outputs]  # what is returned twice is one tensor
         program = self.program
-        caller = program.lanes[0]
-        for name in results:
+        program.final_reads.extend(results)
+        caller = None if program.partitioned else program.lanes[0]
+        for name in dict.fromkeys(results):
             maker = self.maker.get(name)
-            if maker is not None and program.steps[maker].lane != caller:
+            if maker is None:
+                continue
+            if pieces:  # a graph made it, in memory of its own
+                program.end.append(f"{name} = {name}.clone()")
+            elif program.steps[maker].lane != caller:
                 program.made_aside.append(name)
         if self.graph.ending is None:
             program.results = "(" + "".join(f"{r}, " for r in results).rstrip() + ")"
@@ -283,10 +407,9 @@ class _Maker:
 
     def _free(self) -> None:
         """Lets each variable go on its own lane, at the first step that follows all its readers."""
-        before = self.plan.happens_before
-        by_lane: dict[str, list[Step]] = {}
-        for step in self.program.steps:
-            by_lane.setdefault(step.lane, []).append(step)
+        by_lane: dict[str, list[int]] = {}
+        for s, step in enumerate(self.program.steps):
+            by_lane.setdefault(step.lane, []).append(s)
         for name, maker in self.maker.items():
             readers = self.readers.get(name, set())
             if maker is None or -1 in readers:
@@ -295,13 +418,13 @@ class _Maker:
             for r in readers | {maker}:
                 needed |= 1 << r
             names = [name, *self.family.get(name, [])]
-            for step in by_lane[self.program.steps[maker].lane]:
-                known = before[step.task]
+            for s in by_lane[self.program.steps[maker].lane]:
+                known = self.before[s]
                 if needed & ~known == 0:
-                    step.frees_first.extend(names)
+                    self.program.steps[s].frees_first.extend(names)
                     break
-                if needed & ~(known | 1 << step.task) == 0:
-                    step.frees.extend(names)
+                if needed & ~(known | 1 << s) == 0:
+                    self.program.steps[s].frees.extend(names)
                     break
 
 

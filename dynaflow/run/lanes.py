@@ -1,4 +1,7 @@
-"""CPU lanes: worker threads, one for each lane name, and the call that runs a plan's lanes on them."""
+"""CPU lanes: worker threads, one for each lane name, and the call that runs a plan's lanes on them.
+
+A lane's share is a number of threads; priorities have no effect here.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,10 @@ def _stop(queues: list[SimpleQueue[Job | None]]) -> None:
 class Call:
     """One run of a plan over several lanes. A failure in one lane lets the others go, and is raised at the end."""
 
-    __slots__ = ("_locks", "_pool", "failed")
+    __slots__ = ("_locks", "_pool", "_shares", "failed")
 
-    def __init__(self, pool: LanePool) -> None:
-        self._pool = pool
+    def __init__(self, pool: LanePool, shares: tuple[int | None, ...] = ()) -> None:
+        self._pool, self._shares = pool, shares
         self._locks: list[LockType] = []
         self.failed: list[BaseException] = []
 
@@ -66,6 +69,9 @@ class Call:
         return self._locks
 
     def run(self, lanes: tuple[Callable[[], None], ...]) -> None:
+        if self._shares:
+            usual = torch.get_num_threads()
+            lanes = tuple(_with_threads(lane, n or usual, usual) for lane, n in zip(lanes, self._shares, strict=True))
         first, *others = lanes
         state = ThreadState.now()
         done = [allocate_lock() for _ in others]
@@ -101,6 +107,26 @@ class Call:
                     lock.release()
                 except RuntimeError:
                     pass  # its own task released it in between
+
+
+def _with_threads(lane: Callable[[], None], threads: int, usual: int) -> Callable[[], None]:
+    """The lane, with its number of threads for as long as it runs; `usual` is the caller's number.
+
+    torch.set_num_threads sets two numbers: that of the calling thread (OpenMP and MKL keep one for each), and the
+    process's, which a thread takes over at its first parallel region or question, whatever it was set to before. So
+    a lane asks first, then sets. Lanes without a share do it too, or a new worker would start, and stay, with its
+    neighbour's number. Each ends with the caller's: whichever ends last, the process has its own number again.
+    """
+
+    def run() -> None:
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            lane()
+        finally:
+            torch.set_num_threads(usual)
+
+    return run
 
 
 class ThreadState:

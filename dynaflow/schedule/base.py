@@ -30,5 +30,10 @@ class OpSchedulerBase:
         return None
 
 
+    def bucket(self, batch_size: int) -> int:
+        """To how many rows a batch is padded, so that few plans (and CUDA graphs) serve many sizes."""
+        return batch_size
+
+
 class Sequential(OpSchedulerBase):
     """Runs the uncut graph."""

@@ -75,6 +75,9 @@ def _check_lanes(plan: Plan) -> None:
     names = [lane.name for lane in plan.lanes]
     if len(set(names)) < len(names):
         raise PlanError(f"two lanes have one name: {names}", advice=_REMAKE)
+    for lane in plan.lanes:
+        if lane.sms is not None and lane.sms < 1:
+            raise PlanError(f"lane {lane.name!r} has a share of {lane.sms} SMs", advice="give it at least one, or None")
     for i, task in enumerate(plan.tasks):
         if task.lane not in names:
             raise PlanError(f"task {i} ({task}) is on lane {task.lane!r}, which the plan does not have", advice=_REMAKE)

@@ -81,12 +81,52 @@ class ScheduleContext:
         self._tasks: list[Task] = []
         self._masks: list[int] = []
         self._last_on: dict[str, int] = {}
+        self._declared: dict[str, Lane] = {}
         self._owner: dict[tuple[int, int], int] = {}  # (op, micro-batch) -> task
         self._missing: dict[tuple[int, int], int] | None = None
         self._ready: list[tuple[int, int]] = []
         self._idle_asks = 0
 
     # What a scheduler calls
+
+    @property
+    def sms(self) -> int:
+        """What lanes can share: the SMs of the device; on CPU, the threads that torch uses."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).multi_processor_count
+        return torch.get_num_threads()
+
+    def lane(self, name: str, *, sms: int | None = None, priority: int = 0) -> str:
+        """Declares a lane that has a share of the device, or a priority, and returns its name.
+
+        Lanes with `sms` run on that many SMs and nowhere else (CUDA grants them in groups: 8 on Hopper), the other
+        lanes of the plan on what is left. The lower the priority, the more urgent. A lane that has neither needs no
+        declaration.
+        """
+        line = user_line()
+        if not isinstance(name, str) or not name:
+            raise ScheduleError(f"lane({name!r}): no name", line=line, advice='pass a name, such as "memory"')
+        if sms is not None and (not isinstance(sms, int) or isinstance(sms, bool) or sms < 1):
+            raise ScheduleError(
+                f"lane {name!r}: sms={sms!r} is no share of the device",
+                line=line,
+                advice="pass a positive number, or leave it out; ctx.sms is what there is",
+            )
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ScheduleError(
+                f"lane {name!r}: priority={priority!r} is no number",
+                line=line,
+                advice="pass 0, or a negative number for a more urgent lane",
+            )
+        lane = Lane(name=name, sms=sms, priority=priority)
+        known = self._declared.get(name) or (Lane(name=name) if name in self._last_on else lane)
+        if known != lane:
+            how = "declared before" if name in self._declared else "in use, undeclared"
+            raise ScheduleError(
+                f"lane {lane} is {how}: {known}", line=line, advice="declare a lane once, before its first task"
+            )
+        self._declared[name] = lane
+        return name
 
     def sequential(self) -> None:
         """Run the uncut graph."""
@@ -197,7 +237,7 @@ class ScheduleContext:
                 line=left[0].line,
                 advice="execute what get_ready_ops() returns until it returns nothing, or return ctx.sequential()",
             )
-        lanes = tuple(Lane(name=name) for name in self._last_on)
+        lanes = tuple(self._declared.get(name, Lane(name=name)) for name in self._last_on)
         return Plan(
             graph=self._graph.fingerprint, micro_batches=self.micro_batches, lanes=lanes, tasks=tuple(self._tasks)
         )

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property, total_ordering
-from typing import Any
+from typing import Any, Protocol
 
 from dynaflow.errors import PlanError
 
@@ -59,9 +59,21 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A named stream on CUDA, a worker thread on CPU. The first lane of a plan is the caller's own."""
+    """A named stream on CUDA, a worker thread on CPU.
+
+    The first lane of a plan is the caller's own; with shares on CUDA none is, since each has a partition.
+    """
 
     name: str
+    sms: int | None = None
+    """Its share: SMs on CUDA, threads on CPU. None: what the shares of the other lanes leave."""
+    priority: int = 0
+    """Of its stream: the lower, the more urgent; 0 is normal. The caller's own stream and CPU know none."""
+
+    def __str__(self) -> str:
+        notes = [f"{self.sms} SMs"] if self.sms is not None else []
+        notes += [f"priority {self.priority}"] if self.priority else []
+        return self.name + (f" ({', '.join(notes)})" if notes else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +119,11 @@ class Plan:
         return not self.tasks
 
     @property
+    def partitioned(self) -> bool:
+        """Some lane has a share, so the device is divided among all of them, and none is the caller's own stream."""
+        return any(lane.sms is not None for lane in self.lanes)
+
+    @property
     def batch_size(self) -> int:
         return self.micro_batches[-1].stop
 
@@ -120,7 +137,7 @@ class Plan:
         head = f"Plan: batch of {self.batch_size} as [{sizes}]"
         if self.sequential:
             return head + ", in sequence: the uncut graph"
-        lines = [head + f", {len(self.tasks)} tasks on lanes {', '.join(lane.name for lane in self.lanes)}"]
+        lines = [head + f", {len(self.tasks)} tasks on lanes {', '.join(map(str, self.lanes))}"]
         number, lane = len(str(len(self.tasks))), max(len(lane.name) for lane in self.lanes)
         for i, task in enumerate(self.tasks):
             wait = f"   after {', '.join(map(str, task.after))}" if task.after else ""
@@ -147,7 +164,16 @@ class Plan:
         return _parse(data)
 
 
-def happens_before(tasks: Iterable[Task]) -> tuple[int, ...]:
+class Ordered(Protocol):
+    """Whatever runs on a lane, after others."""
+
+    @property
+    def lane(self) -> str: ...
+    @property
+    def after(self) -> tuple[int, ...]: ...
+
+
+def happens_before(tasks: Iterable[Ordered]) -> tuple[int, ...]:
     """Bit i of entry j is set when task i is certain to have ended before task j starts."""
     masks: list[int] = []
     last_on: dict[str, int] = {}
@@ -175,7 +201,11 @@ def _parse(data: dict[str, Any]) -> Plan:
                 MicroBatch(index=_int(m["index"]), start=_int(m["start"]), stop=_int(m["stop"]), requests=requests)
             )
         where = "lanes"
-        lanes = tuple(Lane(name=_str(lane["name"])) for lane in data["lanes"])
+        lanes = []
+        for i, lane in enumerate(data["lanes"]):
+            where = f"lanes[{i}]"
+            sms = None if lane.get("sms") is None else _int(lane["sms"])
+            lanes.append(Lane(name=_str(lane["name"]), sms=sms, priority=_int(lane.get("priority", 0))))
         tasks = []
         for i, t in enumerate(data["tasks"]):
             where = f"tasks[{i}]"
@@ -192,7 +222,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         raise PlanError(f"malformed plan: {where}: {e!r}", advice="pass what Plan.to_json() gave, unedited") from e
     if not micro_batches:
         raise PlanError("malformed plan: no micro-batch", advice="pass what Plan.to_json() gave, unedited")
-    return Plan(graph=graph, micro_batches=tuple(micro_batches), lanes=lanes, tasks=tuple(tasks))
+    return Plan(graph=graph, micro_batches=tuple(micro_batches), lanes=tuple(lanes), tasks=tuple(tasks))
 
 
 def _int(value: object) -> int:

@@ -515,25 +515,21 @@ def test_set_scheduler_brings_its_own_rules() -> None:
 
 def test_set_scheduler_keeps_compiled_operators() -> None:
     """Inductor itself: another scheduler over the same cut finds every operator compiled."""
-
-    class Tiny(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x))
-
-    model, rules = Tiny(), [df.SplitModule(nn.Linear)]
+    model, rules = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), [df.SplitModule(nn.Linear)]
     fast = compiled(model, Each(rules, split=2), operators="inductor")
     x = randn(6, 4)
     assert_equal(fast(x), model(x))
-    count = fast.stats.operators_compiled
-    assert count == 1, "the two layers are equal: one compilation serves both"
-    fast.set_scheduler(Each(rules, split=[4, 2], lanes=2))
+    assert fast.stats.operators_compiled == 2, "one for three equal layers, one for that which writes the result"
+    fast.set_scheduler(Each(rules, split=[3, 3]))
+    assert_equal(fast(x), model(x))
+    assert fast.stats.operators_compiled == 2
+    fast.set_scheduler(Each(rules, split=[4, 2]))
     assert_equal(fast(x), model(x))
     assert [m.size for m in fast.plan(x).micro_batches] == [4, 2]
-    assert fast.stats.operators_compiled == count
+    assert fast.stats.operators_compiled == 4, "a second size is compiled for all that follow"
+    fast.set_scheduler(Each(rules, split=[2, 4]))
+    assert_equal(fast(x), model(x))
+    assert fast.stats.operators_compiled == 4 and fast.stats.joined_bytes == 0
 
 
 def test_set_scheduler_from_another_thread() -> None:

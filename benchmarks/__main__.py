@@ -1,0 +1,67 @@
+"""`python -m benchmarks --suite fast`: runs benchmarks. `python -m benchmarks --table`: writes docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import cold_start, copies, cut_cost, graph_launch, host, memory, plan_cost, sequential
+from benchmarks.llama import SITUATIONS
+from benchmarks.report import RESULTS, Report, machine, progress, take, write_table
+from benchmarks.settings import Settings
+from benchmarks.suite import Benchmark, run
+
+ALL: tuple[Benchmark, ...] = tuple(
+    module.BENCHMARK for module in (sequential, cut_cost, host, graph_launch, memory, copies, plan_cost, cold_start)
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Report]:
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser().parse_args(argv)
+    if args.table is not None:
+        if args.table:
+            take(Path(args.table))
+        write_table()
+        return []
+    chosen = [b for b in ALL if (b.name in args.only if args.only else args.suite in b.suites)]
+    settings = Settings(
+        tiny=args.tiny,
+        layers=args.layers,
+        situations=tuple(s for s in args.situations.split(",") if s),
+        operators=args.operators,
+        rounds=args.rounds or (3 if args.tiny else None),
+    )
+    if unknown := [s for s in settings.situations if s not in SITUATIONS]:
+        raise SystemExit(f"no situation {unknown[0]!r}; there are {', '.join(SITUATIONS)}")
+    progress(", ".join(f"{k} {v}" for k, v in machine().items()))
+    folder = Path(args.out) if args.out else None if args.tiny else RESULTS
+    reports = run(chosen, settings, folder, argv)
+    for report in reports:
+        if report.rows:
+            print(f"\n{report.result['benchmark']}: {report.result['title']}\n{report}")
+    progress("done")
+    return reports
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--suite", default="fast", choices=sorted({s for b in ALL for s in b.suites}))
+    names = [b.name for b in ALL]
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"of {', '.join(names)}")
+    parser.add_argument("--situations", default="", help=f"of {','.join(SITUATIONS)}; leaves out rows without one")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmarks on any device")
+    parser.add_argument("--layers", type=int, help="of the Llama, if not all 32")
+    parser.add_argument("--rounds", type=int, help="of each row, if not as many as fit into four seconds")
+    parser.add_argument("--operators", default="inductor", choices=["inductor", "eager"])
+    parser.add_argument("--out", metavar="FOLDER", help="for the JSON; benchmarks/results unless --tiny")
+    parser.add_argument(
+        "--table", nargs="?", const="", metavar="FOLDER", help="writes docs/benchmarks.md; takes FOLDER's JSON in first"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Which steps of a program are captured together when it is captured in pieces: maximal runs on each lane.
+
+A run ends where an operator stays outside, where it waits for another lane, and where another lane waits for it: a
+graph is launched as a whole, on one lane, and is done as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynaflow.lower.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    steps: tuple[int, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    moving: frozenset[int]
+    """Of the inputs, those that an operator outside has made: at another place in memory each time."""
+
+
+def make_segments(program: Program, outside: frozenset[int]) -> list[Segment]:
+    """`outside`: steps that no graph can hold."""
+    awaited = {a for step in program.steps for a in step.after}
+    latest: dict[str, list[int]] = {}
+    runs: list[list[int]] = []
+    for s, step in enumerate(program.steps):
+        if s in outside:
+            latest.pop(step.lane, None)
+            continue
+        run = latest.get(step.lane)
+        if run is not None and not step.after and run[-1] not in awaited:
+            run.append(s)
+        else:
+            run = latest[step.lane] = [s]
+            runs.append(run)
+    made_outside = {name for s in outside for name in program.steps[s].makes}
+    return [_segment(program, run, made_outside) for run in runs]
+
+
+def _segment(program: Program, run: list[int], made_outside: set[str]) -> Segment:
+    inside = [program.steps[s] for s in run]
+    made = {name for step in inside for name in step.makes}
+    inputs = tuple(dict.fromkeys(name for step in inside for name in step.reads if name not in made))
+    others = [step for s, step in enumerate(program.steps) if s not in run]
+    needed = {name for step in others for name in step.reads} | set(program.final_reads)
+    return Segment(
+        steps=tuple(run),
+        inputs=inputs,
+        outputs=tuple(name for name in dict.fromkeys(n for step in inside for n in step.makes) if name in needed),
+        moving=frozenset(i for i, name in enumerate(inputs) if name in made_outside),
+    )

@@ -1,0 +1,243 @@
+"""CUDA graphs: a function of tensors is run once, then captured, then replayed with one launch.
+
+A graph reads and writes fixed addresses. Inputs that stay where they are (parameters, caches, promised ones, and all
+that is written) are used in place; their addresses are compared at every replay, and if one has moved the graph is
+captured again. Other inputs are copied into buffers of the graph's own. Its results are its own memory too, and are
+handed out as they are. A caller often still holds the last results when it calls again, so a second graph takes
+turns with the first; if those of both are held, they are left to the caller, and from then on results are copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dynaflow import _torch
+from dynaflow.run.streams import Turns
+from dynaflow.stats import Stats
+
+GRAPHS_KEPT = 256
+"""Of each compiled model; then the one that was not used for longest goes."""
+
+RECAPTURES = 8
+"""After that many, a function whose inputs move every time is no longer captured."""
+
+
+class CaptureError(Exception):
+    """The function can't be captured; nothing of it has run."""
+
+
+class GraphPool:
+    """The captured graphs of one compiled model, in one pool of memory. They run one after the other."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+        self.lock = threading.RLock()
+        self.turns = Turns()
+        self._kept: OrderedDict[Graphed, None] = OrderedDict()
+        self._handles: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def handle(self, device: torch.device) -> Any:
+        """The pool's name. It lives for as long as a graph is in it, so an empty one always is."""
+        index = _index(device)
+        if index not in self._handles:
+            handle, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            _record(anchor, lambda args: (), [], self.stream(device), handle)
+            self._handles[index] = (handle, anchor)
+        return self._handles[index][0]
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Where graphs of the caller's lane are captured: its stream may be the default one, which can't be."""
+        index = _index(device)
+        if index not in self._streams:
+            self._streams[index] = torch.cuda.Stream(index)
+        return self._streams[index]
+
+    def failed(self, where: str, error: CaptureError) -> None:
+        """Tells the user, once for each place."""
+        self.stats.capture_failures.append(f"{where}: {error}")
+        warnings.warn(
+            f"dynaflow: {where} can't be captured in a CUDA graph ({error}); it stays outside. To say so beforehand, "
+            f"tag the operator 'no_capture'.",
+            stacklevel=2,
+        )
+
+    def used(self, graphed: Graphed) -> None:
+        self._kept[graphed] = None
+        self._kept.move_to_end(graphed)
+        while len(self._kept) > GRAPHS_KEPT:
+            self._kept.popitem(last=False)[0].forget()
+
+
+class Graphed:
+    """A function of a list of arguments, as a CUDA graph."""
+
+    def __init__(
+        self,
+        function: Callable[[Sequence[Any]], Any],
+        device: torch.device,
+        pool: GraphPool,
+        *,
+        moving: Sequence[int],
+        still: Sequence[int],
+        inner: bool = False,
+        stream: torch.cuda.Stream | None = None,
+        where: Callable[[BaseException], str | None] = lambda error: None,
+    ) -> None:
+        """`moving`, `still`: positions of the tensors to be copied in, and of those to be used in place.
+
+        `inner`: a piece of a plan, whose results go to its other pieces alone. If it can't be captured, it runs as it
+        is, for pieces before it have run already. `where` says which operator an error comes from.
+        """
+        self._function, self._device, self._pool, self._stream = function, device, pool, stream
+        self._moving, self._still, self._inner, self._where = list(moving), list(still), inner, where
+        self._graphs: list[_Graph] = []
+        self._warm = self._copy_results = False
+        self._captures = 0
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        with self._pool.lock:
+            graph = self._find(args)
+            if graph is None:
+                if not self._warm or self._captures > RECAPTURES:
+                    self._warm = True  # libraries have set themselves up, kernels are tuned
+                    return self._function(args)
+                try:
+                    graph = self._capture(args)
+                except CaptureError as e:
+                    if not self._inner:
+                        raise
+                    self._captures = RECAPTURES + 1
+                    self._pool.failed(self._where(e.__cause__ or e) or "a piece", e)
+                    return self._function(args)
+            self._pool.used(self)
+            if self._inner:
+                graph.replay(args)
+            else:
+                self._pool.turns.enter(self._device)
+                graph.replay(args)
+                self._pool.turns.leave(self._device)
+            self._pool.stats.graph_replays += 1
+            return graph.results(args, copy=self._copy_results)
+
+    def call(self, *args: Any) -> Any:
+        return self(args)
+
+    def forget(self) -> None:
+        self._graphs.clear()
+
+    def _find(self, args: Sequence[Any]) -> _Graph | None:
+        for graph in self._graphs:
+            if graph.fits(args) and (self._inner or not graph.results_are_held()):
+                return graph
+        return None
+
+    def _capture(self, args: Sequence[Any]) -> _Graph:
+        self._graphs = [graph for graph in self._graphs if graph.fits(args)]
+        if len(self._graphs) > 1:  # the results of both are held
+            self._copy_results = True
+            self._graphs.clear()
+        self._captures += 1
+        stream = self._stream or self._pool.stream(self._device)
+        graph = _Graph(self._function, args, self._moving, self._still, stream, self._pool.handle(self._device))
+        self._pool.stats.captures += 1
+        self._graphs.append(graph)
+        return graph
+
+
+class _Graph:
+    """One capture: for arguments at these addresses."""
+
+    def __init__(
+        self,
+        function: Callable[[Sequence[Any]], Any],
+        args: Sequence[Any],
+        moving: list[int],
+        still: list[int],
+        stream: torch.cuda.Stream,
+        pool: Any,
+    ) -> None:
+        fixed = list(args)
+        with torch.inference_mode(False), torch.no_grad():
+            for i in moving:
+                fixed[i] = torch.empty_strided(
+                    args[i].size(), args[i].stride(), dtype=args[i].dtype, device=args[i].device
+                )
+        self._moving, self._still = moving, still
+        self._buffers = {i: fixed[i] for i in moving}
+        self._addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
+        self._graph = torch.cuda.CUDAGraph()
+        outputs = _record(self._graph, function, fixed, stream, pool)
+        self._kind, leaves = type(outputs), list(outputs)
+        inputs = {_torch.storage_id(fixed[i]): i for i in (*moving, *still)}
+        self._outputs: list[tuple[Any, int | None]] = [
+            (leaf, inputs.get(_torch.storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None) for leaf in leaves
+        ]
+        # One object for each storage, so that counting its users makes no new ones.
+        own = {_torch.storage_id(t): t.untyped_storage() for t, i in self._outputs if _is_own(t, i)}
+        self._storages = list(own.values())
+        self._users = [_torch.storage_users(s) for s in self._storages]
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        return _torch.same_addresses(list(args), self._addresses, self._still)
+
+    def results_are_held(self) -> bool:
+        return any(_torch.storage_users(s) > n for s, n in zip(self._storages, self._users, strict=True))
+
+    def replay(self, args: Sequence[Any]) -> None:
+        if self._moving:
+            torch._foreach_copy_(list(self._buffers.values()), [args[i] for i in self._moving])
+        self._graph.replay()
+
+    def results(self, args: Sequence[Any], copy: bool) -> Any:
+        found = []
+        for out, given in self._outputs:
+            if not isinstance(out, torch.Tensor):
+                found.append(out)
+            elif given is not None:  # a look at an argument: at the caller's own
+                arg = args[given]
+                shift = out.storage_offset() - self._buffers.get(given, arg).storage_offset()
+                found.append(arg.as_strided(out.size(), out.stride(), arg.storage_offset() + shift))
+            else:
+                found.append(out.clone() if copy else out.detach())
+        return self._kind(found)
+
+
+def _record(
+    graph: torch.cuda.CUDAGraph, function: Callable[..., Any], args: list[Any], stream: torch.cuda.Stream, pool: Any
+) -> Any:
+    torch.cuda.synchronize(stream.device)
+    failed: BaseException | None = None
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            outputs = function(args)
+        except BaseException as e:
+            failed = e
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # an operator may launch nothing
+                graph.capture_end()
+        except RuntimeError as e:  # what failed has spoilt the capture
+            failed = failed or e
+            _torch.leave_pool(stream.device, pool)
+    if failed is not None:
+        torch.cuda.synchronize(stream.device)
+        if not isinstance(failed, Exception):  # somebody wants to stop
+            raise failed
+        raise CaptureError(str(failed).strip().split("\n")[0]) from failed
+    return outputs
+
+
+def _is_own(leaf: Any, given: int | None) -> bool:
+    return isinstance(leaf, torch.Tensor) and given is None
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
