@@ -6,6 +6,7 @@ Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on 2.11.0+cu130 on C
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -128,13 +129,110 @@ class Symbols:
         return [guard.expr for guard in self.env.guards]
 
 
-def compile_operator(gm: fx.GraphModule, inputs: Sequence[Any], symbols: Symbols) -> Callable[..., Any]:
-    """Inductor over one piece of the graph; the callable takes the piece's inputs and returns a list."""
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx
+def warm_compiler() -> None:
+    """Starts the processes in which Inductor compiles kernels, if it will use any. They take seconds to come up."""
+    from torch._inductor import async_compile
 
-    with tracing(TracingContext(symbols.mode)):
-        return compile_fx(gm, list(inputs))  # type: ignore[return-value]
+    warm = getattr(async_compile, "maybe_warm_pool", None)
+    if warm is not None and torch.cuda.is_available():
+        warm()
+        async_compile.AsyncCompile.use_process_pool()  # asks them to tell when they are ready
+
+
+class Kernels:
+    """Kernels that Inductor's processes are still compiling, for several graphs at once.
+
+    Inductor waits for the kernels of each graph before it returns. Those of the next graph could be on their way
+    meanwhile: so inside `later` that wait is put off, until `wait`, which must come before any of the graphs is called.
+    """
+
+    _lock = threading.RLock()  # what is replaced for a while is the process's own
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        from torch._inductor.async_compile import AsyncCompile
+
+        mine = threading.get_ident()
+
+        def wait(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
+            if threading.get_ident() == mine:
+                self._waiting.append(lambda: usual(compiler, scope))
+            else:
+                usual(compiler, scope)
+
+        with self._lock:
+            usual = AsyncCompile.wait
+            AsyncCompile.wait = wait  # type: ignore[method-assign, assignment]
+            try:
+                yield
+            finally:
+                AsyncCompile.wait = usual  # type: ignore[method-assign]
+
+    def wait(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0)()
+
+
+def compile_operator(
+    gm: fx.GraphModule, inputs: Sequence[Any], symbols: Symbols, *, still: frozenset[int], direct: bool
+) -> Callable[..., Any]:
+    """Inductor over a graph; the callable takes the graph's inputs and returns a list.
+
+    `still`: inputs that stay where they are in memory, aligned as kernels like it: else each call looks at all.
+    `direct`: all results are tensors; then the compiled code is called without AOTAutograd's wrapper around it wherever
+    that has nothing to do, which takes half as long.
+    """
+    import torch._functorch.config
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    context = TracingContext(symbols.mode)
+    made = []
+
+    def inner(graph: Any, given: Sequence[Any], **options: Any) -> Any:
+        if len(given) == len(inputs):  # else some were left out, or put together
+            options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *still})
+        made.append((compile_fx_inner(graph, given, **options), len(given)))
+        return made[-1][0]
+
+    # A hit in AOTAutograd's cache would hand out the wrapper alone. Inductor's own cache stays in use.
+    cache = torch._functorch.config.enable_autograd_cache and not direct
+    with tracing(context), torch._functorch.config.patch(enable_autograd_cache=cache):
+        wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
+    found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
+    call = getattr(found, "current_callable", None)
+    if call is None or not _wrapper_is_idle(context.fw_metadata, len(inputs)):
+        return wrapped
+    written = [i for i, info in enumerate(context.fw_metadata.input_info) if info.mutates_data]  # type: ignore[union-attr]
+    if not written:
+        return lambda *args: call(list(args))
+
+    def call_and_tell(*args: Any) -> Any:
+        results = call(list(args))
+        for i in written:
+            if not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
+        return results
+
+    return call_and_tell
+
+
+def _wrapper_is_idle(meta: Any, inputs: int) -> bool:
+    """Whether a compiled graph needs nothing done around it: no view to make again, no write to finish."""
+    return (
+        meta is not None
+        and len(meta.input_info) == inputs
+        and not torch.is_grad_enabled()
+        and not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        and not any(info.mutates_metadata or info.mutates_storage_metadata for info in meta.input_info)
+        and not meta.mutated_inp_runtime_indices
+        and all(info.output_type.name == "non_alias" for info in meta.output_info)
+        and not (meta.num_intermediate_bases or meta.tokens or meta.num_graphsafe_rng_states)
+        and all(type(m).__name__ == "PlainTensorMeta" for m in (meta.subclass_inp_meta or ()))
+    )
 
 
 @contextlib.contextmanager

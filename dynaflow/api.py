@@ -90,7 +90,7 @@ class CompiledModel:
             local.facts = kwargs.pop("facts")
         try:
             if not self._engine.stats.graphs:
-                self._engine.mark(args, kwargs)
+                self._engine.prepare(args, kwargs)
             return self._call(*args, **kwargs)
         finally:
             local.facts = None

@@ -131,8 +131,10 @@ class Engine:
         base = self._facts() if callable(self._facts) else self._facts
         return {**base, **self.local.facts} if self.local.facts else base
 
-    def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
+        if self.operators.mode == "inductor":
+            _torch.warm_compiler()  # while the model is traced
         requests = len(self.facts().get("num_tokens") or ())
         _marks.undo = tuple(mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests))
 

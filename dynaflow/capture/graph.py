@@ -61,7 +61,7 @@ class Input:
     batch_dim: int | None = None
     """Where the user says that it carries the batch."""
     still: bool = False
-    """It stays where it is in memory: a module's own, or marked so."""
+    """It stays where it is in memory, at an even address: a module's own, or marked so."""
 
 
 class CapturedGraph:
@@ -219,6 +219,15 @@ def input_name(source: str, parameters: Sequence[str] = ()) -> str:
     return re.sub(r"^kwargs\.", "", text)
 
 
+ALIGNMENT = 16
+"""Bytes; compiled kernels read so many at once."""
+
+
+def _is_still(tensor: Any, owned: bool) -> bool:
+    stays = owned or isinstance(tensor, torch.nn.Parameter) or _torch.is_marked_static(tensor)
+    return stays and isinstance(tensor, torch.Tensor) and tensor.data_ptr() % ALIGNMENT == 0
+
+
 def is_named(full: str, wanted: str) -> bool:
     return full == wanted or full.endswith("." + wanted) or fnmatch.fnmatchcase(full, wanted)
 
@@ -235,5 +244,5 @@ def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str,
         symbol=None if tensor else _torch.expression(example) if isinstance(example, (int, torch.SymInt)) else None,
         storage=_torch.storage_id(real) if tensor and isinstance(real, torch.Tensor) else None,
         batch_dim=declared.get(input_name(source, parameters)),
-        still=owned or isinstance(real, torch.nn.Parameter) or _torch.is_marked_static(real),
+        still=tensor and _is_still(real, owned),
     )

@@ -179,7 +179,10 @@ class Lowerer:
             call: Callable[..., Any] = graph.gm.forward
         else:
             inputs = tuple(i.symbol if i.shape is None else i.shape for i in graph.inputs)
-            call = self.operators.get(Source(module=graph.gm, inputs=inputs, free=frozenset()), sizes)
+            still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
+            source = Source(module=graph.gm, inputs=inputs, still=still, tensors=False, free=frozenset())
+            call = self.operators.get(source, sizes)
+            self.operators.finish()
         return lambda args: call(*args)
 
     # CUDA graphs
@@ -227,8 +230,8 @@ class Lowerer:
                 return graphed(args)
             except CaptureError as e:
                 cause = e.__cause__ or e
-                self.graphs.failed(lowered.tasks_of(cause) or "the uncut graph", e)
                 indices = lowered.code.tasks_of(cause) if lowered.code else None
+                self.graphs.failed(lowered.tasks_of(cause) or "the uncut graph", e)
                 if indices:
                     culprits = frozenset(item.op for i in indices for item in job.plan.tasks[i].items)
                     lowered.run = self._in_pieces(job, culprits).run

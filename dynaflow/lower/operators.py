@@ -28,6 +28,10 @@ class Source:
     module: fx.GraphModule
     inputs: tuple[Shape | sympy.Expr | None, ...]
     """A tensor's shape, a number in the graph's symbols, or None where nothing is known."""
+    still: frozenset[int] = frozenset()
+    """Inputs that stay where they are in memory."""
+    tensors: bool = True
+    """All its results are tensors."""
     free: frozenset[sympy.Symbol]
     """Symbols of the batch: a value may be a slice, so strides that contain one of these are taken as they come."""
 
@@ -72,11 +76,13 @@ class Operators:
         self.shared = 0
         self._lock = threading.Lock()
         self._known: dict[Any, list[_Compiled]] = {}
+        self._kernels = _torch.Kernels()
 
     def get(self, source: Source, sizes: Sizes, strides: Strides | None = None) -> Callable[..., Any]:
         """A function of the piece's inputs, fit for these sizes and strides (by default, those that the shapes say).
 
-        As torch.compile does, the first size is compiled for itself, and a second one for all that may follow.
+        As torch.compile does, the first size is compiled for itself, and a second one for all that may follow. To be
+        called after `finish`.
         """
         if self.mode == "eager":
             return source.module.forward
@@ -89,12 +95,19 @@ class Operators:
             if found is not None:
                 self.shared += 1
                 return found.call
-            made = _compile_for_all(source, sizes) if variants else None
-            if made is None or not made.fits(sizes, strides):  # a size of 1, or one that the compiler singled out
-                made = _compile_for(source, sizes, strides)
+            with self._kernels.later():
+                made = _compile_for_all(source, sizes) if variants else None
+                if made is None or not made.fits(sizes, strides):  # a size of 1, or one that the compiler singled out
+                    made = _compile_for(source, sizes, strides)
             variants.append(made)
             self.compiled += 1
             return made.call
+
+
+    def finish(self) -> None:
+        """Waits until all that `get` has given can be called."""
+        with self._lock:
+            self._kernels.wait()
 
 
 def strides_of(shape: Shape, sizes: Sizes) -> tuple[int, ...]:
@@ -111,7 +124,7 @@ def _compile_for(source: Source, sizes: Sizes, strides: Strides) -> _Compiled:
                 inputs.append(_fake(given, [concrete(e, sizes) for e in given.size], stride))
             else:
                 inputs.append(0 if given is None else concrete(given, sizes))
-    call = _torch.compile_operator(_copy(source.module), inputs, world)
+    call = _compiled(source, inputs, world)
     return _Compiled(call=call, sizes={s: sizes[s] for s in source.used}, strides=strides)
 
 
@@ -139,9 +152,15 @@ def _compile_for_all(source: Source, sizes: Sizes) -> _Compiled:
                 for d, e in enumerate(given.stride)
             ]
             inputs.append(_fake(given, [number(e) for e in given.size], stride))
-    call = _torch.compile_operator(_copy(source.module), inputs, world)
+    call = _compiled(source, inputs, world)
     guards = tuple(g for g in world.guards() if g.free_symbols <= set(names.values()))
     return _Compiled(call=call, names=names, guards=guards)
+
+
+def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols) -> Callable[..., Any]:
+    return _torch.compile_operator(
+        _copy(source.module), inputs, world, still=source.still, direct=source.tensors
+    )
 
 
 def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:
@@ -161,7 +180,7 @@ def _key(source: Source) -> Any:
     ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
     if ambient[2]:
         ambient = (*ambient, torch.get_autocast_dtype(device))  # type: ignore[assignment]
-    return (_text(source.module), source.inputs, source.free, ambient)
+    return (_text(source.module), source.inputs, source.still, source.tensors, source.free, ambient)
 
 
 def _text(module: fx.GraphModule) -> tuple[Any, ...]:

@@ -121,6 +121,7 @@ class _Maker:
         self.readers: dict[str, set[int]] = {}
         self.family: dict[str, list[str]] = {}  # variable -> its slices, which keep it alive
         self.buffers: dict[str, Buffer] = {}
+        self.cuts: dict[str, list[str]] = {}  # buffer of its own -> the lines that slice it
         self.batch = frozenset().union(*graph.spaces) if graph.spaces else frozenset()
 
     def make(self, units: list[Unit], *, pieces: bool) -> Program:
@@ -142,6 +143,7 @@ class _Maker:
             else:
                 self._plain(step, unit)
         self._end(pieces)
+        self.operators.finish()
         self.before = happens_before(self.program.steps)
         self._free()
         self._place()
@@ -169,7 +171,6 @@ class _Maker:
                 if buffer.own:
                     new = partial(torch.empty_strided, size, stride, dtype=shape.dtype, device=shape.device)
                     self.program.names[f"new_{buffer.name}"] = new
-                    self.program.start.append(f"{buffer.name} = new_{buffer.name}()")
 
     def _buffer(self, v: int, parts: Parts) -> Buffer | None:
         """The buffer into which these parts of a value are to be written."""
@@ -177,6 +178,9 @@ class _Maker:
 
     def _place(self) -> None:
         """Cuts the arena, now that it is known who uses what."""
+        for buffer in self.buffers.values():
+            if buffer.own:
+                self._place_new(buffer)
         inner = [b for b in self.buffers.values() if not b.own]
         for buffer in inner:
             buffer.users = buffer.writers | self.readers.get(buffer.name, set())
@@ -193,6 +197,19 @@ class _Maker:
                     if dim is not None:
                         view = view.narrow(dim, *self._range(value, space, dim, self.buffers[name].parts, parts))
                 self.program.views[slice_name] = view
+
+    def _place_new(self, buffer: Buffer) -> None:
+        """Memory of its own: made late, where that is safe, so that it does not add to what is needed before."""
+        made = [f"{buffer.name} = new_{buffer.name}()", *self.cuts.get(buffer.name, [])]
+        writers = [self.program.steps[w] for w in sorted(buffer.writers)]
+        if any(w.lane != self.program.lanes[0] for w in writers) or self.program.partitioned:
+            # The allocator may give out what the caller's lane has just let go: another lane must not write it yet.
+            self.program.start[:0] = made
+            return
+        writers[0].before[:0] = made
+        names = [buffer.name, *(s for (name, _), s in self.slices.items() if name == buffer.name)]
+        writers[0].makes.extend(names)
+        self.program.variables.extend(names)
 
     def _layout(self, value: Value, parts: Parts) -> tuple[tuple[int, ...], tuple[int, ...]]:
         assert value.shape is not None
@@ -217,12 +234,14 @@ class _Maker:
         numbers = [str(concrete(e, sizes)) for e in unit.symbols]
         inputs: list[Shape | sympy.Expr | None] = list(unit.symbols)
         strides: list[tuple[int, ...] | None] = [None] * len(unit.symbols)
-        args, targets, outs, module = [], [], [], unit.module
+        args, targets, outs, still, module = [], [], [], [], unit.module
         for v in unit.reads:
             name, held = self._fetch(v, parts, step, unit.ops)
             step.reads.append(name)
             shape = self.graph.values[v].shape
             args.append(name)
+            if self._is_still(v):
+                still.append(len(inputs))
             inputs.append(shape)
             strides.append(None if shape is None else strides_of(shape, self._sizes(held)))
         for position, v in enumerate(unit.writes):
@@ -242,7 +261,7 @@ class _Maker:
         if outs:
             module = write_into(module, outs)
         free = self.batch if unit.splittable else frozenset()
-        source = Source(module=module, inputs=tuple(inputs), free=free)
+        source = Source(module=module, inputs=tuple(inputs), still=frozenset(still), free=free)
         call = self.operators.get(source, sizes, tuple(strides))
         name = f"op{unit.ops[0].index}"
         if self.program.names.get(name, call) != call:  # another size of the same operator, compiled apart
@@ -250,6 +269,10 @@ class _Maker:
         self.program.names[name] = call
         assigned = "".join(f"{t}, " for t in targets).rstrip()
         return (f"{assigned} = " if assigned else "") + f"{name}({', '.join(numbers + args)})"
+
+    def _is_still(self, v: int) -> bool:
+        value = self.graph.values[v]
+        return value.input is not None and self.graph.graph.inputs[value.input].still and not value.carries_batch
 
     def _fused(self, step: Step, task: Task) -> None:
         items = [(self.graph.by_name[i.op], i.micro_batches) for i in task.items]
@@ -313,13 +336,17 @@ class _Maker:
         key = (var.name, parts)
         if key not in self.slices:
             name = self.slices[key] = f"{var.name}_{'_'.join(map(str, parts))}"
-            if var.name in self.buffers and not self.buffers[var.name].own:
+            buffer = self.buffers.get(var.name)
+            if buffer is not None and not buffer.own:
                 return name  # cut beforehand, once
             line = f"{name} = {var.name}"
             for space, dim in enumerate(value.dims):
                 if dim is not None:
                     start, length = self._range(value, space, dim, var.parts, parts)
                     line += f".narrow({dim}, {start}, {length})"
+            if buffer is not None:
+                self.cuts.setdefault(buffer.name, []).append(line)
+                return name
             maker = self.maker[var.name]
             (self.program.start if maker is None else self.program.steps[maker].behind).append(line)
             self.family.setdefault(var.name, []).append(name)

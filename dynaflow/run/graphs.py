@@ -9,7 +9,9 @@ turns with the first; if those of both are held, they are left to the caller, an
 
 from __future__ import annotations
 
+import gc
 import threading
+import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -61,6 +63,12 @@ class GraphPool:
 
     def failed(self, where: str, error: CaptureError) -> None:
         """Tells the user, once for each place."""
+        # The frames behind the error hold what was made in the capture: to be let go now, not amid the next one.
+        traceback.clear_frames(error.__cause__.__traceback__ if error.__cause__ else None)
+        error.__cause__ = error.__traceback__ = None
+        gc.collect()
+        self._handles.clear()  # what the next graphs use has nothing to do with a spoilt capture
+        self._streams.clear()
         self.stats.capture_failures.append(f"{where}: {error}")
         warnings.warn(
             f"dynaflow: {where} can't be captured in a CUDA graph ({error}); it stays outside. To say so beforehand, "
@@ -227,12 +235,15 @@ def _record(
         except RuntimeError as e:  # what failed has spoilt the capture
             failed = failed or e
             _torch.leave_pool(stream.device, pool)
-    if failed is not None:
-        torch.cuda.synchronize(stream.device)
+    if failed is None:
+        return outputs
+    torch.cuda.synchronize(stream.device)
+    try:
         if not isinstance(failed, Exception):  # somebody wants to stop
             raise failed
         raise CaptureError(str(failed).strip().split("\n")[0]) from failed
-    return outputs
+    finally:
+        del failed  # it leads back to this frame
 
 
 def _is_own(leaf: Any, given: int | None) -> bool:
