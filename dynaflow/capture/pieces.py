@@ -132,7 +132,7 @@ class Build:
                     storage=next(iter(self._storages(node)), None),
                     input=given,
                     end=self.facts[node].end if node in self.home and len(self._storages(node)) == 1 else None,
-                    fresh=given is not None or (node in self.home and target_names(node)[0] not in _MAY_COPY),
+                    fresh=given is not None or (node in self.home and not self.facts[node].copied),
                 )
             )
         return self.value_of[node]
@@ -217,7 +217,8 @@ class Build:
         return f"{common[-1] if common else ''}:{target_names(group.nodes[0])[0].strip('_')}".lstrip(":")
 
 
-_MAY_COPY = {"reshape", "contiguous", "flatten", "to", "type", "float", "half", "bfloat16", "type_as", "ravel"}
+_MAY_COPY = {"reshape", "reshape_as", "contiguous", "flatten", "to", "type", "float", "half", "bfloat16", "type_as",
+             "ravel"}  # fmt: skip
 
 
 class _Piece:

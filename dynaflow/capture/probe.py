@@ -60,6 +60,8 @@ class NodeFacts:
     """A number that follows from the batch's size goes in."""
     end: End | None = None
     """How the result comes about, where that allows to write it straight into memory given from outside."""
+    copied: bool = False
+    """The result is a plain copy: for other sizes the same call (`reshape`, `to`) may be a view."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -318,7 +320,8 @@ class _Observer(_torch.TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.facts.writes.add(RNG)
         if not _is_view(schema):
-            self.facts.end = _end(func)
+            if _name(func) != "_unsafe_view":  # a view in all but its schema
+                self.facts.end, self.facts.copied = _end(func), _name(func) in _COPIES
             writes = [v for a, v in _bind(schema, args, kwargs) if a.alias_info and a.alias_info.is_write]
             self._touch(given, _tensors(writes))
         dims: list[list[int | None]] = [[None] * spaces for _ in outs]
@@ -346,12 +349,18 @@ class _Observer(_torch.TorchDispatchMode):
             _set_dims(t, tuple(_first_multiple(t, p) for p in self.run.primes))
 
 
-_LOOPS = {"_to_copy", "embedding", "index", "_softmax", "mean", "sum", "native_layer_norm"}
+_LOOPS = {"_to_copy", "embedding", "index", "_softmax", "mean", "sum", "native_layer_norm",
+          "max_pool2d_with_indices", "avg_pool2d"}  # fmt: skip
 _PRODUCTS = {"linear", "mm", "addmm", "bmm"}
+_COPIES = {"clone", "_to_copy", "copy", "copy_", "contiguous", "_reshape_copy", "lift_fresh_copy", "alias_copy"}
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::")
 
 
 def _end(func: Any) -> End | None:
-    name = func._schema.name.removeprefix("aten::")
+    name = _name(func)
     if name in _PRODUCTS:
         return "matmul"
     return "pointwise" if torch.Tag.pointwise in func.tags or name in _LOOPS else None

@@ -15,25 +15,27 @@ from torch import Tensor, fx
 
 from dynaflow import _torch
 
+# Autocast casts what goes into a product to the type of its result, but knows nothing of these: they do it themselves.
+
 
 def _linear_out(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
-        torch.mm(rows, weight.t(), out=flat)
+        _mm_out(rows, weight.t(), flat)
     else:
-        torch.addmm(bias, rows, weight.t(), out=flat)
+        _addmm_out(bias, rows, weight.t(), flat)
 
 
 def _mm_out(a: Tensor, b: Tensor, out: Tensor) -> None:
-    torch.mm(a, b, out=out)
+    torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def _addmm_out(c: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
-    torch.addmm(c, a, b, out=out)
+    torch.addmm(c.to(out.dtype), a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def _bmm_out(a: Tensor, b: Tensor, out: Tensor) -> None:
-    torch.bmm(a, b, out=out)
+    torch.bmm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 _VARIANTS: dict[str, tuple[str, Callable[..., None]]] = {

@@ -65,6 +65,8 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
         if not made_by or value.storage in shared or not _can_be_given(value, made_by):
             continue
         pieces = [unit.parts for unit in made_by]
+        if any(p[-1] - p[0] + 1 != len(p) for p in pieces):  # not neighbours: no slice
+            continue
         joined = any(sum(bool(set(p) & set(parts)) for p in pieces) > 1 for parts in wanted.get(v, []))
         result = v in graph.outputs
         if joined and value.carries_batch:
@@ -85,6 +87,8 @@ def _shared_storages(graph: OpGraph) -> set[int | None]:
 
 def _can_be_given(value: Value, made_by: list[Unit]) -> bool:
     if value.shape is None or value.end is None or sum(dim is not None for dim in value.dims) > 1:
+        return False
+    if value.shape.requires_grad:  # a region of the model has gradients on
         return False
     if value.end == "matmul":  # its out-variant wants rows in one block
         products = all(is_product(result_node(u.module, u.writes.index(value.index))) for u in made_by)

@@ -20,6 +20,7 @@ from dynaflow.capture.graph import Shape
 from dynaflow.capture.ops import Op, OpGraph, Value
 from dynaflow.capture.probe import concrete
 from dynaflow.lower.ends import write_into
+from dynaflow.lower.layouts import arrange, image_layouts
 from dynaflow.lower.memory import Buffer, choose_buffers, is_dense, plan_arena
 from dynaflow.lower.operators import Operators, Sizes, Source, strides_of
 from dynaflow.lower.units import Parts, Unit, make_units
@@ -121,6 +122,7 @@ class _Maker:
         self.readers: dict[str, set[int]] = {}
         self.family: dict[str, list[str]] = {}  # variable -> its slices, which keep it alive
         self.buffers: dict[str, Buffer] = {}
+        self.layouts = image_layouts(graph) if operators.writes_into and not graph.graph.grad else {}
         self.cuts: dict[str, list[str]] = {}  # buffer of its own -> the lines that slice it
         self.batch = frozenset().union(*graph.spaces) if graph.spaces else frozenset()
 
@@ -157,13 +159,12 @@ class _Maker:
             return
         for v, buffers in choose_buffers(units, self.graph, self.all).items():
             layouts = [self._layout(self.graph.values[v], b.parts) for b in buffers]
-            if not all(is_dense(size, stride) for size, stride in layouts):
+            given = all(is_dense(size, stride) for size, stride in layouts)
+            if not given or (pieces and buffers[0].own):  # a graph writes to the same place every time
                 continue
-            if pieces and buffers[0].own:  # a graph writes to the same place every time
-                continue
+            shape = self._shape(v)
+            assert shape is not None
             for buffer, (size, stride) in zip(buffers, layouts, strict=True):
-                shape = self.graph.values[v].shape
-                assert shape is not None
                 buffer.size, buffer.stride = size, stride
                 buffer.nbytes = torch.Size(size).numel() * shape.dtype.itemsize
                 self.buffers[buffer.name] = buffer
@@ -212,9 +213,14 @@ class _Maker:
         self.program.variables.extend(names)
 
     def _layout(self, value: Value, parts: Parts) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        assert value.shape is not None
+        shape = self._shape(value.index)
+        assert shape is not None
         sizes = self._sizes(parts)
-        return tuple(concrete(e, sizes) for e in value.shape.size), strides_of(value.shape, sizes)
+        return tuple(concrete(e, sizes) for e in shape.size), strides_of(shape, sizes)
+
+    def _shape(self, v: int) -> Shape | None:
+        """The value's layout: the model's own, or that which the uncut graph would give it."""
+        return self.layouts.get(v, self.graph.values[v].shape)
 
     # One task
 
@@ -238,7 +244,7 @@ class _Maker:
         for v in unit.reads:
             name, held = self._fetch(v, parts, step, unit.ops)
             step.reads.append(name)
-            shape = self.graph.values[v].shape
+            shape = self._shape(v)
             args.append(name)
             if self._is_still(v):
                 still.append(len(inputs))
@@ -256,8 +262,10 @@ class _Maker:
             outs.append(position)
             args.append(self._slice(value, var, parts, step))
             step.reads.append(args[-1])
-            inputs.append(value.shape)
+            inputs.append(self._shape(v))
             strides.append(buffer.stride)
+        if self.layouts:
+            module = arrange(module, self._formats(unit, outs))
         if outs:
             module = write_into(module, outs)
         free = self.batch if unit.splittable else frozenset()
@@ -269,6 +277,15 @@ class _Maker:
         self.program.names[name] = call
         assigned = "".join(f"{t}, " for t in targets).rstrip()
         return (f"{assigned} = " if assigned else "") + f"{name}({', '.join(numbers + args)})"
+
+    def _formats(self, unit: Unit, outs: list[int]) -> dict[int, torch.memory_format]:
+        """Of the images among a unit's own results. An operator's result follows its inputs: it must not, here."""
+        found = {}
+        for position, v in enumerate(unit.writes):
+            shape = self.graph.values[v].shape
+            if position not in outs and shape is not None and len(shape.size) == 4:
+                found[position] = torch.channels_last if v in self.layouts else torch.contiguous_format
+        return found
 
     def _is_still(self, v: int) -> bool:
         value = self.graph.values[v]

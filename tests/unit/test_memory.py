@@ -201,19 +201,13 @@ def test_gradients_flow_through_copies() -> None:
     assert_equal(mine, torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("end", ["linear", "linear without bias", "pointwise"])
-def test_grad_mode_turned_on_inside_the_model(end: str) -> None:
-    """An out-variant refuses arguments that need gradients; and what lies in the arena must not remember any."""
-    weight, bias = (t.clone().requires_grad_() for t in (WEIGHT, BIAS))
-    ends = {
-        "linear": lambda x: F.linear(x, weight, bias),
-        "linear without bias": lambda x: F.linear(x, weight),
-        "pointwise": lambda x: x * weight[0],
-    }
+def test_grad_mode_turned_on_inside_the_model() -> None:
+    """What lies in the arena must not remember how it was made: autograd would follow it into the next call."""
+    weight = WEIGHT.clone().requires_grad_()
 
     def model(x: Tensor) -> Tensor:
         with df.mark("one"), torch.enable_grad():
-            x = ends[end](x)
+            x = x * weight[0]
         with df.mark("two"):
             return torch.sin(x)
 
@@ -221,6 +215,7 @@ def test_grad_mode_turned_on_inside_the_model(end: str) -> None:
     with torch.no_grad():
         for _ in range(2):
             assert_equal(fast(X), model(X))
+    assert not fast._engine.lowerer.blocks._blocks.get(CPU), "what remembers how it was made has memory of its own"
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -669,6 +664,13 @@ def test_smallest_block_that_fits_is_taken() -> None:
     for block in taken:
         pool.give(CPU, block)
     assert arena(1500, pool).take()[0] is taken[2]
+
+
+def test_memory_taken_in_inference_mode_is_for_all_modes() -> None:
+    """Other modes can't save an inference tensor, nor always write one."""
+    with torch.inference_mode():
+        block, (view,) = arena(100, BlockPool()).take()
+    assert not block.memory.is_inference() and not view.is_inference()
 
 
 def test_views_go_with_their_plan() -> None:

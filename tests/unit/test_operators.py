@@ -44,7 +44,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """The inputs of every compilation. In place of the compiler, the piece runs on fake tensors, for its guards."""
     found: list[list[Any]] = []
 
-    def compile_operator(gm: fx.GraphModule, inputs: list[Any], symbols: Any, *_: Any) -> Callable[..., Any]:
+    def compile_operator(gm: fx.GraphModule, inputs: list[Any], symbols: Any, *_: Any, **__: Any) -> Callable[..., Any]:
         found.append(inputs)
         with symbols.mode:
             gm(*inputs)
@@ -226,7 +226,7 @@ def test_layout_of_a_slice_is_compiled_for_itself_at_first(made: list[list[Any]]
 
 
 def test_compiling_leaves_the_piece_as_it_is(made: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(gm: fx.GraphModule, inputs: list[Any], symbols: Any, *_: Any) -> Callable[..., Any]:
+    def spoil(gm: fx.GraphModule, inputs: list[Any], symbols: Any, *_: Any, **__: Any) -> Callable[..., Any]:
         for node in gm.graph.nodes:
             node.meta["spoilt"] = True
         gm.graph.erase_node(next(reversed(gm.graph.nodes)))

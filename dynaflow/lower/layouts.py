@@ -1,0 +1,75 @@
+"""The memory layout that the uncut graph would have given to what crosses a cut.
+
+Inductor keeps the images inside a convolution network with their channels last, whatever the model says. Cut into
+pieces, each piece would turn them back at its end. So buffers hold them in that layout from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dynaflow.capture.graph import Shape
+from dynaflow.capture.ops import OpGraph
+
+_GROUPED_AT_MOST = 1 / 3
+"""Inductor weighs convolutions by their work: grouped ones lose by the layout about as much as two others gain."""
+_NODES_AT_MOST = 300
+"""For each convolution. Beyond that, Inductor leaves the layout alone."""
+_IMAGE_CALLS = {"conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "boolean_dispatch"}
+
+
+def image_layouts(graph: OpGraph) -> dict[int, Shape]:
+    """The values between operators that are to have their channels last, with that layout."""
+    if not _prefers_channels_last(graph.graph.gm):
+        return {}
+    images = {
+        v for op in graph.ops if _IMAGE_CALLS & set(op.functions) for v in (*op.reads, *op.writes)
+    } - set(graph.outputs)  # results are as the model has them
+    made = {v.index: v.shape for v in graph.values if v.input is None and v.shape and len(v.shape.size) == 4}
+    found = {v: _channels_last(shape) for v, shape in made.items() if v in images and shape.dtype.is_floating_point}
+    # The others must be such that `arrange` can keep them as they are.
+    return found if all(v in found or _is_contiguous(shape) for v, shape in made.items()) else {}
+
+
+def _prefers_channels_last(gm: fx.GraphModule) -> bool:
+    """As Inductor decides for the whole graph, with convolutions counted rather than weighed."""
+    groups = [
+        node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
+        for node in gm.graph.nodes
+        if node.target is torch.conv2d
+    ]
+    few = len(gm.graph.nodes) >= _NODES_AT_MOST * len(groups)
+    return not few and sum(g != 1 for g in groups) <= _GROUPED_AT_MOST * len(groups)
+
+
+def _is_contiguous(shape: Shape) -> bool:
+    return all(s == prod(shape.size[d + 1 :], start=sympy.Integer(1)) for d, s in enumerate(shape.stride))
+
+
+def _channels_last(shape: Shape) -> Shape:
+    one = sympy.Integer(1)
+    _, channels, height, width = shape.size
+    return replace(shape, stride=(prod((channels, height, width), start=one), one, width * channels, channels))
+
+
+def arrange(module: fx.GraphModule, formats: Mapping[int, torch.memory_format]) -> fx.GraphModule:
+    """The same work, with the results at these positions in these formats, if they are not anyway."""
+    out = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op != "output":
+            env[node] = out.node_copy(node, lambda n: env[n])
+            continue
+        results = [env[n] for n in node.args[0]]
+        for position, memory_format in formats.items():
+            asked: dict[str, Any] = {"memory_format": memory_format}
+            results[position] = out.call_method("contiguous", (results[position],), asked)
+        out.output(tuple(results))
+    return fx.GraphModule(module, out, class_name="Operator")
