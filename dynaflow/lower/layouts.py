@@ -22,18 +22,18 @@ _GROUPED_AT_MOST = 1 / 3
 """Inductor weighs convolutions by their work: grouped ones lose by the layout about as much as two others gain."""
 _NODES_AT_MOST = 300
 """For each convolution. Beyond that, Inductor leaves the layout alone."""
-_IMAGE_CALLS = {"conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "boolean_dispatch"}
 
 
 def image_layouts(graph: OpGraph) -> dict[int, Shape]:
     """The values between operators that are to have their channels last, with that layout."""
     if not _prefers_channels_last(graph.graph.gm):
         return {}
-    images = {
-        v for op in graph.ops if _IMAGE_CALLS & set(op.functions) for v in (*op.reads, *op.writes)
-    } - set(graph.outputs)  # results are as the model has them
     made = {v.index: v.shape for v in graph.values if v.input is None and v.shape and len(v.shape.size) == 4}
-    found = {v: _channels_last(shape) for v, shape in made.items() if v in images and shape.dtype.is_floating_point}
+    found = {
+        v: _channels_last(shape)
+        for v, shape in made.items()
+        if v not in graph.outputs and shape.dtype.is_floating_point  # results are as the model has them
+    }
     # The others must be such that `arrange` can keep them as they are.
     return found if all(v in found or _is_contiguous(shape) for v, shape in made.items()) else {}
 

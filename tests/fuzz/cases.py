@@ -42,6 +42,7 @@ class Tally:
     plain: int = 0
     sequential: int = 0
     unsplit: int = 0
+    arenas: int = 0
     fusions: int = 0
     mutants: Counter[str] = field(default_factory=Counter)
     killed: Counter[str] = field(default_factory=Counter)
@@ -59,7 +60,8 @@ class Tally:
         rate = 100 * killed / illegal if illegal else 100.0
         lines = [
             f"{self.cases} cases: {self.sequential} sequential, {self.unsplit} in one part, {self.plain} plain, "
-            f"{self.fusions} fusions; {self.undefined} programs that eager refuses were left out",
+            f"{self.arenas} with an arena, {self.fusions} fusions; {self.undefined} programs that eager refuses were "
+            f"left out",
             f"{total} mutants: {killed} killed, {legal} redundant (legal by the oracle; {self.mutants_run} of them "
             f"run); kill rate {rate:.2f}% of {illegal} illegal ones",
         ]
@@ -107,7 +109,8 @@ def draw_case(dice: Dice) -> Case:
     engine.operators.writes_into = dice.one_in(2)  # as compiled operators do
     engine.lowerer.chains = dice.one_in(2)
     batch, seed = 2 + dice.below(7), dice.below(100)
-    runner = engine.backend(graph.gm, list(graph.args(batch, seed)))
+    with torch.no_grad():  # as it will be called
+        runner = engine.backend(graph.gm, list(graph.args(batch, seed)))
     if hasattr(runner, "error"):
         raise runner.error
     return Case(graph=graph, scheduler=scheduler, engine=engine, batch=batch, seed=seed, runner=runner)
@@ -143,6 +146,7 @@ def run_case(case: Case, dice: Dice, tally: Tally) -> bool:
     if found is not None:
         tally.sequential += found.plan.sequential
         tally.unsplit += len(found.plan.micro_batches) == 1 and not found.plan.sequential
+        tally.arenas += case.engine.stats.arena_bytes > 0
         tally.fusions += sum(t.replace is not None for t in found.plan.tasks)
     return True
 
