@@ -231,10 +231,11 @@ class Lowerer:
             except CaptureError as e:
                 cause = e.__cause__ or e
                 indices = lowered.code.tasks_of(cause) if lowered.code else None
-                self.graphs.failed(lowered.tasks_of(cause) or "the uncut graph", e)
+                self.graphs.failed(lowered.tasks_of(cause) or ("the plan" if lowered.code else "the uncut graph"), e)
                 if indices:
                     culprits = frozenset(item.op for i in indices for item in job.plan.tasks[i].items)
-                    lowered.run = self._in_pieces(job, culprits).run
+                    pieces = self._in_pieces(job, culprits)
+                    lowered.run, lowered.code = pieces.run, pieces.code
                 else:
                     lowered.run = plain
                 return lowered.run(args)
@@ -285,7 +286,7 @@ class Lowerer:
                     pool.turns.leave(device)
 
         lowered = self._lowered(job, program, code, one_at_a_time)
-        return lowered
+        return lowered  # which `where` knows as well
 
     def _hook(self, plan: Plan) -> Callable[[int, str], None] | None:
         if self.on_task is None:

@@ -26,7 +26,7 @@ from dynaflow.stats import Stats
 GRAPHS_KEPT = 256
 """Of each compiled model; then the one that was not used for longest goes."""
 
-RECAPTURES = 8
+CAPTURES = 12
 """After that many, a function whose inputs move every time is no longer captured."""
 
 
@@ -106,22 +106,22 @@ class Graphed:
         self._function, self._device, self._pool, self._stream = function, device, pool, stream
         self._moving, self._still, self._inner, self._where = list(moving), list(still), inner, where
         self._graphs: list[_Graph] = []
-        self._warm = self._copy_results = False
+        self._warm = self._off = self._copy_results = False
         self._captures = 0
 
     def __call__(self, args: Sequence[Any]) -> Any:
         with self._pool.lock:
             graph = self._find(args)
             if graph is None:
-                if not self._warm or self._captures > RECAPTURES:
+                if not self._warm or self._off:
                     self._warm = True  # libraries have set themselves up, kernels are tuned
                     return self._function(args)
                 try:
                     graph = self._capture(args)
                 except CaptureError as e:
+                    self._off = True
                     if not self._inner:
                         raise
-                    self._captures = RECAPTURES + 1
                     self._pool.failed(self._where(e.__cause__ or e) or "a piece", e)
                     return self._function(args)
             self._pool.used(self)
@@ -139,6 +139,7 @@ class Graphed:
 
     def forget(self) -> None:
         self._graphs.clear()
+        self._captures = 0
 
     def _find(self, args: Sequence[Any]) -> _Graph | None:
         for graph in self._graphs:
@@ -152,6 +153,8 @@ class Graphed:
             self._copy_results = True
             self._graphs.clear()
         self._captures += 1
+        if self._captures > CAPTURES:
+            raise CaptureError("inputs that are used in place were elsewhere in memory too often")
         stream = self._stream or self._pool.stream(self._device)
         graph = _Graph(self._function, args, self._moving, self._still, stream, self._pool.handle(self._device))
         self._pool.stats.captures += 1
@@ -179,6 +182,7 @@ class _Graph:
                 )
         self._moving, self._still = moving, still
         self._buffers = {i: fixed[i] for i in moving}
+        self._copies = [_once(fixed[i]) for i in moving]
         self._addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         self._graph = torch.cuda.CUDAGraph()
         outputs = _record(self._graph, function, fixed, stream, pool)
@@ -200,7 +204,7 @@ class _Graph:
 
     def replay(self, args: Sequence[Any]) -> None:
         if self._moving:
-            torch._foreach_copy_(list(self._buffers.values()), [args[i] for i in self._moving])
+            torch._foreach_copy_(self._copies, [_once(args[i]) for i in self._moving])
         self._graph.replay()
 
     def results(self, args: Sequence[Any], copy: bool) -> Any:
@@ -244,6 +248,15 @@ def _record(
         raise CaptureError(str(failed).strip().split("\n")[0]) from failed
     finally:
         del failed  # it leads back to this frame
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element once: an expanded tensor has the same ones many times, and can't be copied to."""
+    if 0 in tensor.stride():
+        for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _is_own(leaf: Any, given: int | None) -> bool:

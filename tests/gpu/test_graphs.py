@@ -283,3 +283,43 @@ def test_partitions_inside_a_graph(mode):
         for i in range(6):
             torch.testing.assert_close(fast(rows(i)), model(rows(i)), rtol=1e-5, atol=1e-5)
     assert fast.stats.graph_replays
+
+
+def test_expanded_inputs_are_copied_in():
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return torch.relu(x) + y
+
+    fast = df.compile(model, df.Sequential(), cudagraph="plan")
+    with torch.no_grad():
+        for i in range(5):
+            x, y = rows(i), rows(i + 50, 1).expand(8, 64)
+            torch.testing.assert_close(fast(x, y), model(x, y))
+    assert fast.stats.graph_replays == 4
+
+
+def test_inputs_that_always_move_end_the_captures():
+    model = block()
+    fast = df.compile(model, Lanes(CUTS, 2, 2), cudagraph="plan", static_inputs=["x"])
+    with torch.inference_mode(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kept = [rows(i) for i in range(graphs.CAPTURES + 4)]
+        for x in kept:
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    assert fast.stats.captures == graphs.CAPTURES and len(fast.stats.capture_failures) == 1
+    assert any("elsewhere in memory" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("scheduler", [df.Sequential(), Lanes(CUTS, 2, 2)], ids=["sequential", "lanes"])
+def test_buckets_share_graphs(scheduler):
+    class Buckets(type(scheduler)):
+        def bucket(self, batch_size: int) -> int:
+            return 1 << (batch_size - 1).bit_length()
+
+    bucketed = Buckets(*([] if isinstance(scheduler, df.Sequential) else [CUTS, 2, 2]))
+    model = block()
+    fast = df.compile(model, bucketed, cudagraph="plan")
+    with torch.inference_mode():
+        for batch in (5, 7, 6, 8, 5, 3, 4, 3):
+            x = rows(batch, batch)
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    assert fast.stats.plans == 2 and fast.stats.captures <= 4 and fast.stats.graph_replays == 6
