@@ -89,10 +89,9 @@ class CompiledModel:
         if "facts" in kwargs and not self._takes_facts:
             local.facts = kwargs.pop("facts")
         try:
-            if self._engine.stats.graphs:
-                return self._call(*args, **kwargs)
-            with self._engine.first_call(args, kwargs):
-                return self._call(*args, **kwargs)
+            if not self._engine.stats.graphs:
+                self._engine.prepare(args, kwargs)
+            return self._call(*args, **kwargs)
         finally:
             local.facts = None
             take_marks_back()  # if the capture failed half-way

@@ -7,12 +7,10 @@ and streams to the engine, so another scheduler finds them ready.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,21 +131,12 @@ class Engine:
         base = self._facts() if callable(self._facts) else self._facts
         return {**base, **self.local.facts} if self.local.facts else base
 
-    @contextlib.contextmanager
-    def first_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Around a call that will be captured: what looks like the batch is made dynamic, so that one trace will do."""
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
         requests = len(self.facts().get("num_tokens") or ())
         _marks.undo = tuple(mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests))
-        # Tracing and compiling make millions of objects that stay: looking for garbage among them takes a tenth of it.
-        collected = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collected:
-                gc.enable()
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
