@@ -38,6 +38,8 @@ class StreamPool:
 
     def __init__(self) -> None:
         self.turns = Turns()
+        self.issuing = threading.Lock()
+        """Plans share the lanes, and the events of one are one set: they are issued one after the other."""
         self._streams: dict[tuple[int, Lane, Partition | None], torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
@@ -66,14 +68,13 @@ class StreamRun:
     def __init__(
         self, run: Any, device: torch.device, lanes: tuple[Lane, ...], events: int, pool: StreamPool
     ) -> None:
-        self._run, self._device, self._turns = run, device, pool.turns
+        self._run, self._device, self._turns, self._issuing = run, device, pool.turns, pool.issuing
         self._sides = pool.get(device, lanes)
         self._events = [torch.cuda.Event() for _ in range(events)]
         self._fork = torch.cuda.Event()
-        self._lock = threading.Lock()  # the events are one set: two threads issue one after the other
 
     def __call__(self, args: Sequence[Any], on_task: Any, memory: tuple[torch.Tensor, ...]) -> Any:
-        with self._lock:
+        with self._issuing:
             captured = capturing()
             if not captured:
                 self._turns.enter(self._device)
