@@ -377,15 +377,10 @@ class _Maker:
         assert value.shape is not None
         (dim, *more) = [d for d in value.dims if d is not None]
         assert not more, "a value that carries both rows and requests can't be joined"
-        sizes = self._sizes(parts)
-        strides = [concrete(e, sizes) for e in value.shape.stride]
-        join = Join.along(dim, strides)
-        self.program.names[f"join_{name}"] = join
+        size, strides = self._layout(value, parts)
+        self.program.names[f"join_{name}"] = Join.along(dim, strides)
         line = f"{name} = join_{name}(({', '.join(names)}))"
-        count = 1
-        for e in value.shape.size:
-            count *= concrete(e, sizes)
-        self.program.joined_bytes += count * value.shape.dtype.itemsize
+        self.program.joined_bytes += torch.Size(size).numel() * value.shape.dtype.itemsize
         if step is None:
             self.program.end.append(line)
             self.program.final_reads.extend(names)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.lower.layouts import image_layouts
-from tests.helpers import Each, compiled, randn
+from tests.helpers import Each, Scheduler, compiled, randn
 
 
 class Net(nn.Module):
@@ -51,3 +51,21 @@ def test_pieces_hand_over_images_with_channels_last_and_results_as_the_model_has
     (views,) = block.views.values()
     images = [v for v in views if v.dim() == 4]
     assert images and all(v.is_contiguous(memory_format=torch.channels_last) for v in images)
+
+
+def test_images_that_are_joined_by_copying_keep_it_too() -> None:
+    def schedule(ctx: df.ScheduleContext) -> None:
+        ctx.split(2)
+        while ops := ctx.get_ready_ops():
+            right = [op for op in ops if op.name in ("add", "right")]
+            ctx.execute(right if right and len(right) == 2 else ops[0])
+
+    model = Net()
+    fast = df.compile(model, Scheduler(schedule, RULES))
+    x = randn(4, 4, 6, 6)
+    with torch.no_grad():
+        for f, e in zip(fast(x), model(x), strict=True):
+            torch.testing.assert_close(f, e)
+            assert f.stride() == e.stride()
+        assert any(len(t.items[0].micro_batches) == 2 for t in fast.plan(x).tasks), "something ran merged"
+    assert fast.stats.joined_bytes > 0, "a convolution can't write into given memory"
