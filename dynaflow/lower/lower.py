@@ -227,7 +227,11 @@ class Lowerer:
 
         def run(args: Sequence[Any]) -> Any:
             try:
-                return graphed(args)
+                captures = self.stats.captures
+                results = graphed(args)
+                if self.stats.captures > captures:  # it has memory of its own: what the first call had is spare
+                    self.blocks.clear(job.device)
+                return results
             except CaptureError as e:
                 cause = e.__cause__ or e
                 indices = lowered.code.tasks_of(cause) if lowered.code else None

@@ -54,17 +54,21 @@ class BlockPool:
             block = min((b for b in blocks if b.memory.numel() >= nbytes), key=lambda b: b.memory.numel(), default=None)
             if block is not None:
                 blocks.remove(block)
-            else:  # a larger one takes the place of the others
-                if device.type == "cuda":
-                    for small in blocks:
-                        small.memory.record_stream(torch.cuda.current_stream(device))
-                        small.turns.enter(device)
-                blocks.clear()
-        if block is None:
+        if block is None:  # a larger one takes the place of the others
+            self.clear(device)
             return Block(_new(device, nbytes))
         if device.type == "cuda":
             block.turns.enter(device)
         return block
+
+    def clear(self, device: torch.device) -> None:
+        """Lets go of what no run has taken."""
+        with self._lock:
+            blocks = self._blocks.pop(device, [])
+        if device.type == "cuda":
+            for block in blocks:  # the last run on it may not have ended
+                block.turns.enter(device)
+                block.memory.record_stream(torch.cuda.current_stream(device))
 
     def give(self, device: torch.device, block: Block) -> None:
         if device.type == "cuda":

@@ -229,7 +229,7 @@ def test_compiling_leaves_the_piece_as_it_is(made: list[list[Any]], monkeypatch:
     def spoil(gm: fx.GraphModule, inputs: list[Any], symbols: Any, *_: Any, **__: Any) -> Callable[..., Any]:
         for node in gm.graph.nodes:
             node.meta["spoilt"] = True
-        gm.graph.erase_node(next(reversed(gm.graph.nodes)))
+        gm.graph.erase_node(list(gm.graph.nodes)[-1])
         return lambda x: (x,)
 
     monkeypatch.setattr(_torch, "compile_operator", spoil)
