@@ -67,7 +67,7 @@ def measure(kind: str, situation: str, settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: os.path.join(folder, name) for name in CACHES}
         path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH")) if p)
-        env = {**os.environ, **caches, "PYTHONPATH": path}
+        env = {**os.environ, **caches, "DYNAFLOW_CACHE": "1", "PYTHONPATH": path}
         process = subprocess.run(
             line, env=env, cwd=HERE.parent, capture_output=True, text=True, timeout=TIMEOUT, check=False
         )

@@ -13,9 +13,9 @@ import gc
 import threading
 import traceback
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,7 +41,7 @@ class GraphPool:
         self.stats = stats
         self.lock = threading.RLock()
         self.turns = Turns()
-        self._kept: OrderedDict[Graphed, None] = OrderedDict()
+        self._kept: WeakKeyDictionary[Graphed, None] = WeakKeyDictionary()
         self._handles: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
 
@@ -77,10 +77,13 @@ class GraphPool:
         )
 
     def used(self, graphed: Graphed) -> None:
+        """Puts it last in the order of use, and lets the first go if there are too many."""
+        self._kept.pop(graphed, None)
         self._kept[graphed] = None
-        self._kept.move_to_end(graphed)
         while len(self._kept) > GRAPHS_KEPT:
-            self._kept.popitem(last=False)[0].forget()
+            first = next(iter(self._kept.keys()))
+            del self._kept[first]
+            first.forget()
 
 
 class Graphed:
