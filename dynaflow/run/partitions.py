@@ -120,7 +120,7 @@ def _call(api: Any, lane: str, function: str, *args: Any) -> list[Any]:
     except (AttributeError, RuntimeError) as e:  # cuda.bindings raises the latter where the driver lacks the function
         raise DynaFlowError(
             f"lane {lane!r} has no partition: the CUDA driver has no {function} ({e})",
-            advice="update the driver (and cuda-bindings) to CUDA 12.5 or later, or leave out sms=",
+            advice="update the driver (and cuda-bindings) to one newer than CUDA 12.4, or leave out sms=",
         ) from e
     if int(error):
         raise DynaFlowError(
@@ -146,7 +146,7 @@ class _Sm(ctypes.Structure):
 
 
 class _Resource(ctypes.Structure):
-    """CUdevResource: 144 bytes in the headers of CUDA 12.4 to 13.4 (a pointer at the end since 13.1, within them)."""
+    """CUdevResource: 144 bytes in the headers of CUDA 12.4, 12.8, 13.0 and 13.4."""
 
     _fields_ = [
         ("type", ctypes.c_int),
