@@ -350,7 +350,7 @@ def test_old_driver() -> None:
 
     with pytest.raises(df.DynaFlowError, match=r"lane 'lane0' .* has no cuDevSmResourceSplitByCount") as caught:
         carve(Old(), 0, lanes(8, None))
-    assert "CUDA 12.5" in caught.value.advice
+    assert "newer than CUDA 12.4" in caught.value.advice
 
 
 class FakeLibrary:
