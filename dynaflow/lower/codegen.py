@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynaflow.lower.program import Program, Step
 from dynaflow.lower.segments import Segment
+from dynaflow.lower.steps import Program, Step
 
 _numbers = itertools.count()
 

@@ -14,8 +14,9 @@ from dynaflow.capture.graph import CapturedGraph, is_named
 from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.codegen import Code, event_count, forget, generate
 from dynaflow.lower.operators import Operators, Sizes, Source
-from dynaflow.lower.program import Program, make_program
+from dynaflow.lower.program import make_program
 from dynaflow.lower.segments import make_segments
+from dynaflow.lower.steps import Program
 from dynaflow.run.arena import Arena, BlockPool
 from dynaflow.run.graphs import CaptureError, Graphed, GraphPool
 from dynaflow.run.lanes import Call, LanePool

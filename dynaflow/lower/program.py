@@ -9,7 +9,7 @@ have ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,57 +23,12 @@ from dynaflow.lower.ends import write_into
 from dynaflow.lower.layouts import arrange, image_layouts
 from dynaflow.lower.memory import Buffer, choose_buffers, is_dense, plan_arena
 from dynaflow.lower.operators import Operators, Sizes, Source, strides_of
+from dynaflow.lower.steps import Program, Step
 from dynaflow.lower.units import Parts, Unit, make_units
 from dynaflow.run.arena import View
 from dynaflow.run.values import Join, unpack
 from dynaflow.schedule.context import fusion_values
 from dynaflow.schedule.plan import MicroBatch, Plan, Task, happens_before
-
-
-@dataclass(slots=True, kw_only=True)
-class Step:
-    """One call as lines of code."""
-
-    tasks: tuple[int, ...]
-    lane: str
-    title: str
-    after: tuple[int, ...]
-    """Steps of other lanes that this one waits for."""
-    before: list[str] = field(default_factory=list)
-    call: str = ""
-    behind: list[str] = field(default_factory=list)
-    frees: list[str] = field(default_factory=list)
-    frees_first: list[str] = field(default_factory=list)
-    reads: list[str] = field(default_factory=list)
-    makes: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True, kw_only=True)
-class Program:
-    """Straight-line code, by lanes. The first lane is the caller's own."""
-
-    arguments: int
-    lanes: list[str]
-    partitioned: bool = False
-    """Lanes have shares of the device: then none of them is the caller's own."""
-    used: list[int]
-    """Positions of the arguments that some step uses."""
-    start: list[str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    end: list[str] = field(default_factory=list)
-    results: str = "()"
-    made_aside: list[str] = field(default_factory=list)
-    """Results that were made on a lane other than the caller's."""
-    names: dict[str, Any] = field(default_factory=dict)
-    """What the code refers to: operators, joins."""
-    variables: list[str] = field(default_factory=list)
-    final_reads: list[str] = field(default_factory=list)
-    """Variables that the end needs."""
-    views: dict[str, View] = field(default_factory=dict)
-    """Variables that look at the arena."""
-    arena_bytes: int = 0
-    joined_bytes: int = 0
-    """Bytes that a run copies to join micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynaflow.lower.program import Program
+from dynaflow.lower.steps import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

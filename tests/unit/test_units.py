@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import dynaflow as df
 from dynaflow.lower.codegen import Code, event_count, generate
 from dynaflow.lower.operators import Operators
-from dynaflow.lower.program import Program, Step, make_program
+from dynaflow.lower.program import make_program
 from dynaflow.lower.segments import Segment, make_segments
+from dynaflow.lower.steps import Program, Step
 from dynaflow.lower.units import Unit, make_units
 from dynaflow.run.arena import Arena, BlockPool
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, graph_of, randn, run_rest
