@@ -47,8 +47,9 @@ class LanePool:
 def _settle_math_library() -> None:
     """Calls each vector function once, on one thread.
 
-    MKL chooses their variants on first use. Two threads that do so at once may get a coarse one for that call: `sin`
-    off by 1e-4 in single precision was seen with torch 2.13.
+    When two lanes made the process's first calls of `sin` at once, one of them was now and then off by 1e-4 (torch
+    2.13, MKL), and exact from then on: as if the library were still choosing its variant. After a call beforehand this
+    was not seen again.
     """
     names = ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10",
              "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh")  # fmt: skip
