@@ -217,27 +217,29 @@ class Engine:
             return None
         ctx = self._context(graph, spaces, values, facts)
         start = time.perf_counter()
-        kept = KeptPlan(schedules.scheduler, graph, sizes, ctx, facts)
-        loaded = None
+        kept = loaded = None
         pattern = schedules.patterns.get((runner, spaces, key[-1])) if schedules.has_key else None
         if pattern is not None and len(pattern[0].micro_batches) <= ctx.batch_size:
-            plan, functions = loaded = ctx.resized(pattern[0]), pattern[1]
-        elif loaded := kept.load():
-            plan, functions = loaded
-            self.stats.plans_loaded += 1
+            plan, functions = ctx.resized(pattern[0]), pattern[1]
         else:
-            plan, functions = self._schedule(schedules.scheduler, ctx, runner.graph.partial)
-            if schedules.has_key and ctx.even_split is not None:
-                schedules.patterns[runner, spaces, key[-1]] = (plan, functions)
+            kept = KeptPlan(schedules.scheduler, graph, sizes, ctx, facts)  # now: schedule() may change the scheduler
+            loaded = kept.load()
+            if loaded is not None:
+                plan, functions = loaded
+                self.stats.plans_loaded += 1
+            else:
+                plan, functions = self._schedule(schedules.scheduler, ctx, runner.graph.partial)
+                if schedules.has_key and ctx.even_split is not None:
+                    schedules.patterns[runner, spaces, key[-1]] = (plan, functions)
         checked_at = time.perf_counter()
         if self.check_plans:
             check(plan, graph, ctx.batch_size, ctx.facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
         lowered_at = time.perf_counter()
         lowered = self.lowerer.lower(plan, graph, {**runner.graph.hints, **values}, functions)
         end = time.perf_counter()
-        if not loaded:
-            self.stats.plans_stored += kept.keep(plan, functions)
         stats = self.stats
+        if kept is not None and loaded is None:
+            stats.plans_stored += kept.keep(plan, functions)
         stats.schedule_seconds += checked_at - start
         stats.check_seconds += lowered_at - checked_at
         stats.lower_seconds += end - lowered_at

@@ -185,6 +185,20 @@ def example_tensors(gm: fx.GraphModule, parameters: Sequence[str]) -> dict[str, 
     return found
 
 
+def dims_to_mark(
+    tensors: Mapping[str, tuple[torch.Tensor, bool]],
+    declared: BatchDims | None,
+    requests: int,
+    partial: bool,
+    parameters: Sequence[str],
+) -> dict[str, int]:
+    """What may vary from call to call: the batch and, in a ragged one that nobody declared, the requests."""
+    dims = batch_dims_of(tensors, declared, partial, parameters)
+    if declared is None and requests > 1:
+        dims |= {n: 0 for n, (t, owned) in tensors.items() if not owned and t.dim() and t.size(0) == requests}
+    return dims
+
+
 def make_batch_dynamic(
     gm: fx.GraphModule, declared: BatchDims | None, requests: int, parameters: Sequence[str]
 ) -> list[Callable[[], None]]:
@@ -194,9 +208,7 @@ def make_batch_dynamic(
     """
     tensors = example_tensors(gm, parameters)
     undo = []
-    dims = batch_dims_of(tensors, declared, _torch.is_part(gm), parameters)
-    if declared is None and requests > 1:
-        dims |= {n: 0 for n, (t, owned) in tensors.items() if not owned and t.dim() and t.size(0) == requests}
+    dims = dims_to_mark(tensors, declared, requests, _torch.is_part(gm), parameters)
     static = {
         input_name(_torch.graph_input(node)[0], parameters): node.meta["example_value"]
         for node in gm.graph.find_nodes(op="placeholder")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
-from dynaflow.capture.graph import BatchDims, batch_dims_of
+from dynaflow.capture.graph import BatchDims, dims_to_mark
 
 DEPTH = 4
 """How far into an argument tensors are looked for: cache.layers[i].keys is three steps."""
@@ -29,9 +29,7 @@ def mark_arguments(
     names = [parameters[i] if i < len(parameters) else f"args.{i}" for i in range(len(args))]
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     tensors = {name: (tensor, False) for key, value in given.items() for name, tensor in _tensors(value, key, DEPTH)}
-    dims = batch_dims_of(tensors, declared, True, parameters)
-    if declared is None and requests > 1:
-        dims |= {n: 0 for n, (t, _) in tensors.items() if t.dim() and t.size(0) == requests}
+    dims = dims_to_mark(tensors, declared, requests, True, parameters)
     return [_torch.mark_dynamic(tensors[n][0], dim) for n, dim in dims.items() if tensors[n][0].size(dim) > 1]
 
 

@@ -91,6 +91,11 @@ class OpGraph:
         return {op.name: op for op in self.ops}
 
     @cached_property
+    def written(self) -> frozenset[int]:
+        """Storages that some operator writes."""
+        return frozenset(s for op in self.ops for s, writes in op.touches if writes)
+
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for equal partitions of equal graphs, in any process."""
         text = [self.graph.gm.code]

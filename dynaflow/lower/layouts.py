@@ -62,14 +62,9 @@ def _channels_last(shape: Shape) -> Shape:
 def arrange(module: fx.GraphModule, formats: Mapping[int, torch.memory_format]) -> fx.GraphModule:
     """The same work, with the results at these positions in these formats, if they are not anyway."""
     out = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op != "output":
-            env[node] = out.node_copy(node, lambda n: env[n])
-            continue
-        results = [env[n] for n in node.args[0]]
-        for position, memory_format in formats.items():
-            asked: dict[str, Any] = {"memory_format": memory_format}
-            results[position] = out.call_method("contiguous", (results[position],), asked)
-        out.output(tuple(results))
+    results: list[Any] = list(out.graph_copy(module.graph, {}))  # type: ignore[arg-type]
+    for position, memory_format in formats.items():
+        asked: dict[str, Any] = {"memory_format": memory_format}
+        results[position] = out.call_method("contiguous", (results[position],), asked)
+    out.output(tuple(results))
     return fx.GraphModule(module, out, class_name="Operator")

@@ -209,7 +209,6 @@ class Lowerer:
 
     def _places(self, job: _Job) -> tuple[list[int], list[int]]:
         """Positions of the inputs that a graph copies in, and of those that it uses in place."""
-        written = {s for op in job.graph.ops for s, writes in op.touches if writes}
         moving: list[int] = []
         still: list[int] = []
         for value in job.graph.values:
@@ -217,7 +216,7 @@ class Lowerer:
                 continue
             given = job.graph.graph.inputs[value.input]
             promised = any(is_named(given.name, name) for name in self.static_inputs)
-            stays = given.still or promised or value.storage in written
+            stays = given.still or promised or value.storage in job.graph.written
             (still if stays else moving).append(value.input)
         return moving, still
 

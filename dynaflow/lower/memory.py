@@ -14,7 +14,7 @@ from math import prod
 
 from dynaflow.capture.ops import OpGraph, Value
 from dynaflow.lower.ends import is_product, result_node
-from dynaflow.lower.units import Parts, Unit
+from dynaflow.lower.units import Parts, Unit, are_neighbours
 
 ALIGNMENT = 512
 """What the CUDA allocator gives, so that kernels find in an arena what they find elsewhere."""
@@ -65,7 +65,7 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
         if not made_by or value.storage in shared or not _can_be_given(value, made_by):
             continue
         pieces = [unit.parts for unit in made_by]
-        if any(p[-1] - p[0] + 1 != len(p) for p in pieces):  # not neighbours: no slice
+        if not all(map(are_neighbours, pieces)):
             continue
         joined = any(sum(bool(set(p) & set(parts)) for p in pieces) > 1 for parts in wanted.get(v, []))
         result = v in graph.outputs

@@ -103,7 +103,6 @@ class Operators:
             self.compiled += 1
             return made.call
 
-
     def finish(self) -> None:
         """Waits until all that `get` has given can be called."""
         with self._lock:

@@ -36,9 +36,8 @@ class Padding:
                 raise SplitError(
                     f"bucket(): {op.name} would see the padding: {op.refusal}", op=op.name, line=op.line, advice=advice
                 )
-        written = {s for op in graph.ops for s, writes in op.touches if writes}
         for value in graph.values:
-            if value.input in self._dims and value.storage in written:
+            if value.input in self._dims and value.storage in graph.written:
                 what = f"the model writes to its input {value.name!r}, which can't be padded in a copy"
                 raise SplitError(f"bucket(): {what}", advice=advice)
         for place, dims in enumerate(graph.result_dims):

@@ -74,6 +74,11 @@ def _chains(plan: Plan, apart: frozenset[str]) -> list[tuple[int, ...]]:
     return [tuple(chain) for chain in found]
 
 
+def are_neighbours(parts: Parts) -> bool:
+    """No micro-batch in between is left out: together they are one slice of the batch."""
+    return parts[-1] - parts[0] + 1 == len(parts)
+
+
 def _alike(one: Task, other: Task, apart: frozenset[str]) -> bool:
     (first, *_), (second, *_) = one.items, other.items
     parts = second.micro_batches
@@ -81,7 +86,7 @@ def _alike(one: Task, other: Task, apart: frozenset[str]) -> bool:
         one.replace is None
         and other.replace is None
         and first.micro_batches == parts
-        and parts[-1] - parts[0] + 1 == len(parts)  # neighbours: then no value has to be gathered on the way
+        and are_neighbours(parts)  # then no value has to be gathered on the way
         and first.op not in apart
         and second.op not in apart
     )

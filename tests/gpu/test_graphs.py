@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.run import graphs
-from tests.gpu.test_cuda import Lanes, exact_matmuls, gap  # noqa: F401  (a fixture)
+from tests.gpu.test_cuda import Lanes, decode_agrees, exact_matmuls, gap  # noqa: F401  (a fixture)
 from tests.zoo import DECODE, ZOO, decode_setup, to
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -44,15 +44,7 @@ def test_static_cache_decode(name, operators, mode):
     setup = decode_setup(name, 6)
     to("cuda", torch.float32, setup.model)
     fast = df.compile(setup.model, Lanes(ZOO[name].cuts, 2, [4, 2]), operators=operators, cudagraph=mode)
-    ours, theirs = setup.cache(), setup.cache()
-    with torch.no_grad():
-        for i in range(setup.steps):
-            expected = setup.model(**setup.step(i, theirs))
-            found = fast(**setup.step(i, ours))
-            assert gap(expected.logits, found.logits) <= 1e-5
-            assert gap(theirs, ours) <= 1e-5
-            for a, b in zip(theirs.layers, ours.layers, strict=True):
-                assert torch.equal(a.cumulative_length, b.cumulative_length)
+    decode_agrees(setup, fast)
     stats = fast.stats
     assert stats.captures and stats.graph_replays >= setup.steps - 2
     assert stats.captures <= 2 or mode == "pieces" or stats.capture_failures
