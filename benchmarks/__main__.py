@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks import cold_start, copies, cut_cost, graph_launch, host, memory, plan_cost, sequential
 from benchmarks.llama import SITUATIONS
 from benchmarks.report import RESULTS, Report, machine, progress, take, write_table
-from benchmarks.settings import Settings
+from benchmarks.settings import NONE, Settings
 from benchmarks.suite import Benchmark, run
 
 ALL: tuple[Benchmark, ...] = tuple(
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> list[Report]:
         operators=args.operators,
         rounds=args.rounds or (3 if args.tiny else None),
     )
-    if unknown := [s for s in settings.situations if s not in SITUATIONS]:
+    if unknown := [s for s in settings.situations if s not in (*SITUATIONS, NONE)]:
         raise SystemExit(f"no situation {unknown[0]!r}; there are {', '.join(SITUATIONS)}")
     progress(", ".join(f"{k} {v}" for k, v in machine().items()))
     folder = Path(args.out) if args.out else None if args.tiny else RESULTS
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", default="fast", choices=sorted({s for b in ALL for s in b.suites}))
     names = [b.name for b in ALL]
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"of {', '.join(names)}")
-    parser.add_argument("--situations", default="", help=f"of {','.join(SITUATIONS)}; leaves out rows without one")
+    parser.add_argument(
+        "--situations", default="", help=f"of {','.join(SITUATIONS)}; leaves out rows without one; {NONE!r}: only those"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmarks on any device")
     parser.add_argument("--layers", type=int, help="of the Llama, if not all 32")
     parser.add_argument("--rounds", type=int, help="of each row, if not as many as fit into four seconds")

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+NONE = "none"
+
 
 def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -18,7 +20,7 @@ class Settings:
     """A model of two small layers: to try the benchmarks, not to measure."""
     layers: int | None = None
     situations: tuple[str, ...] = ()
-    """Only these; all that a benchmark has if empty."""
+    """Only these; all that a benchmark has if empty. NONE: only the rows that have no situation."""
     operators: Literal["inductor", "eager"] = "inductor"
     """With "eager" nothing is compiled, the baseline neither: to try the benchmarks quickly."""
     rounds: int | None = None

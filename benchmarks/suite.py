@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.llama import SITUATIONS, build, case, label
 from benchmarks.measure import Trial, once, raising
 from benchmarks.report import Report, make_row, progress
-from benchmarks.settings import Settings
+from benchmarks.settings import NONE, Settings
 from benchmarks.variants import Variants
 
 
@@ -51,7 +51,7 @@ def run(
         elif wanted:
             progress(f"no Llama: {', '.join(sorted(wanted))} need a GPU, or --tiny")
         for b in benchmarks:
-            if b.trials and not (settings.situations and b.in_situation):  # asked for situations alone
+            if b.trials and not (settings.situations not in ((), (NONE,)) and b.in_situation):  # situations alone
                 _measure(reports[b.name], partial(b.trials, settings), b.name)
     return list(reports.values())
 
