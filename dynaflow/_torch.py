@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,9 +120,7 @@ class Symbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = ConstantSource(name)
-        symbol = self.env.create_symbol(
-            value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-        )
+        symbol = self.env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         return self.env.create_symintnode(symbol, hint=value, source=source)  # type: ignore[return-value]
 
     def guards(self) -> list[sympy.Basic]:
@@ -344,3 +343,50 @@ def leave_pool(device: torch.device, pool: Any) -> None:
     """After a capture that failed: CUDAGraph.capture_end raises before it lets go of the memory pool."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def ranks_of(groups: Sequence[str]) -> tuple[int, ...]:
+    """The ranks, in the whole world, of process groups given by name ("*": all); none where there is no world.
+
+    Seen on 2.13.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    found: set[int] = set()
+    for name in groups:
+        if name == "*":
+            return tuple(range(dist.get_world_size()))
+        found.update(dist.get_process_group_ranks(_resolve_process_group(name)))  # type: ignore[arg-type]
+    return tuple(sorted(found))
+
+
+def exchange(prefix: str, mine: int, ranks: Sequence[int], said: str, patience: timedelta) -> dict[int, str]:
+    """Leaves a text in the store of the process's default group, and returns what the ranks left there in time.
+
+    Seen on 2.13.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    store.set(f"{prefix}/{mine}", said)
+    heard: dict[int, str] = {}
+    for rank in ranks:
+        with contextlib.suppress(torch.distributed.DistStoreError):  # it timed out
+            store.wait([f"{prefix}/{rank}"], patience)
+            heard[rank] = store.get(f"{prefix}/{rank}").decode()
+    return heard
+
+
+def shard_of(tensor: Any) -> torch.Tensor | None:
+    """What a DTensor holds on this rank; None for anything else. Seen on 2.13."""
+    if type(tensor).__name__ not in ("DTensor", "Parameter") or not torch.distributed.is_available():
+        return None
+    shard = getattr(tensor, "_local_tensor", None)
+    return shard if isinstance(shard, torch.Tensor) else None

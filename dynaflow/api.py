@@ -21,12 +21,14 @@ from dynaflow.lower.operators import Mode
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.plan import Plan
 from dynaflow.stats import Stats
+from dynaflow.strategies import make
 
 
 def compile(
     model: Callable[..., Any],
-    scheduler: OpSchedulerBase | None = None,
+    scheduler: OpSchedulerBase | str | None = None,
     *,
+    scheduler_options: Mapping[str, Any] | None = None,
     batch_dims: BatchDims | None = None,
     facts: Facts | None = None,
     operators: Mode = "inductor",
@@ -39,6 +41,7 @@ def compile(
 ) -> CompiledModel:
     """Returns the model with its operators run as `scheduler` says. The model itself is left as it is.
 
+    scheduler: one of your own, or the name of a strategy, which takes `scheduler_options`.
     batch_dims: which inputs carry the batch, and on which dim, e.g. {"input_ids": 0}; by default dim 0 of the
         inputs that share its size.
     facts: what the scheduler may ask by ctx.facts: a mapping, or a function that gives one for each call.
@@ -58,6 +61,7 @@ def compile(
             model,
             {
                 "scheduler": scheduler,
+                "scheduler_options": scheduler_options,
                 "batch_dims": batch_dims,
                 "facts": facts,
                 "operators": operators,
@@ -113,9 +117,9 @@ class CompiledModel:
         """Counters of what was captured, planned and run."""
         return self._engine.stats
 
-    def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
+    def set_scheduler(self, scheduler: OpSchedulerBase | str, **options: Any) -> None:
         """From the next call on, `scheduler` decides. Compiled operators stay. May be called from any thread."""
-        self._engine.set_scheduler(scheduler)
+        self._engine.set_scheduler(_scheduler(scheduler, options))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -143,7 +147,18 @@ def backend(
 _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
-_OPTIONS = ("scheduler", "batch_dims", "facts", "operators", "verify", "check", "cudagraph", "static_inputs", "on_task")
+_OPTIONS = (
+    "scheduler",
+    "scheduler_options",
+    "batch_dims",
+    "facts",
+    "operators",
+    "verify",
+    "check",
+    "cudagraph",
+    "static_inputs",
+    "on_task",
+)
 
 
 def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
@@ -154,8 +169,21 @@ def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
         raise DynaFlowError(f"operators={options['operators']!r}", advice='say "inductor" or "eager"')
     if options.get("cudagraph") not in (None, "plan", "pieces"):
         raise DynaFlowError(f"cudagraph={options['cudagraph']!r}", advice='say "plan", "pieces" or None')
-    given = {k: v for k, v in options.items() if k != "scheduler" and v is not None}
-    return Engine(options.get("scheduler") or Sequential(), parameters=_signature(model), **given)
+    given = {k: v for k, v in options.items() if not k.startswith("scheduler") and v is not None}
+    return Engine(_scheduler(**options), parameters=_signature(model), **given)
+
+
+def _scheduler(
+    scheduler: OpSchedulerBase | str | None = None, scheduler_options: Mapping[str, Any] | None = None, **_: Any
+) -> OpSchedulerBase:
+    if isinstance(scheduler, str):
+        return make(scheduler, **(scheduler_options or {}))
+    if scheduler_options:
+        raise DynaFlowError(
+            f"scheduler_options={dict(scheduler_options)!r} without the name of a strategy",
+            advice='give a name, scheduler="nanoflow"; or the options to your scheduler itself',
+        )
+    return scheduler or Sequential()
 
 
 def _signature(model: Any) -> tuple[str, ...]:

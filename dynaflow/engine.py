@@ -33,6 +33,7 @@ from dynaflow.schedule.check import check
 from dynaflow.schedule.context import ScheduleContext
 from dynaflow.schedule.kept import KeptPlan, fact_value, frozen, imported
 from dynaflow.schedule.plan import Plan
+from dynaflow.schedule.ranks import Meetings
 from dynaflow.stats import Stats
 from dynaflow.verify import verified_run
 
@@ -63,6 +64,19 @@ class _Schedules:
     paddings: dict[Any, Padding] = field(default_factory=dict)
     patterns: dict[Any, tuple[Plan, Mapping[str, Any]]] = field(default_factory=dict)
     """By a scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
+    chosen: dict[Any, _Schedules] = field(default_factory=dict)
+    """By situation: the scheduler that took it over, and its plans."""
+    others: dict[OpSchedulerBase, _Schedules] = field(default_factory=dict)
+
+    @property
+    def chooses(self) -> bool:
+        return type(self.scheduler).choose is not OpSchedulerBase.choose
+
+    def of(self, scheduler: OpSchedulerBase) -> _Schedules:
+        """Those of another scheduler that takes situations over."""
+        if scheduler is self.scheduler:
+            return self
+        return self.others.setdefault(scheduler, _Schedules(scheduler))
 
     @property
     def has_key(self) -> bool:
@@ -71,6 +85,16 @@ class _Schedules:
     @property
     def has_buckets(self) -> bool:
         return type(self.scheduler).bucket is not OpSchedulerBase.bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A scheduler's decision for some arguments, not yet lowered."""
+
+    plan: Plan
+    graph: OpGraph
+    functions: Mapping[str, Any]
+    values: Mapping[sympy.Symbol, int]
 
 
 class _Local(threading.local):
@@ -123,6 +147,7 @@ class Engine:
         self._facts: Facts = facts or {}
         self._schedules = _Schedules(_checked_scheduler(scheduler))
         self._lock = threading.RLock()
+        self._meetings = Meetings()
 
     def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
         self._schedules = _Schedules(_checked_scheduler(scheduler))
@@ -160,9 +185,9 @@ class Engine:
 
     def find(self, runner: GraphRunner, args: tuple[Any, ...]) -> Lowered | None:
         """The plan for these arguments; None when the graph can't be scheduled at all."""
-        schedules = self._schedules
         sizes = runner.sizes(args)
         facts = self.facts()
+        schedules = self._chosen(runner, sizes, args, facts)
         found = schedules.plans.get(self._key(schedules, runner, sizes, args, facts))
         if found is not None:
             self.stats.replays += 1
@@ -172,11 +197,12 @@ class Engine:
 
     def padding(self, runner: GraphRunner, args: tuple[Any, ...]) -> tuple[Padding, int, int] | None:
         """How the batch is to be padded, from how many rows, and to how many; None if it stays as it is."""
-        schedules = self._schedules
+        facts = self.facts()
+        schedules = self._chosen(runner, runner.sizes(args), args, facts)
         if not schedules.has_buckets:
             return None
         with self._lock:
-            graph, spaces, values = self._graph(schedules, runner, args, self.facts())
+            graph, spaces, values = self._graph(schedules, runner, args, facts)
             if graph is None or not spaces:
                 return None
             rows = values[next(iter(spaces[0]))]
@@ -192,6 +218,36 @@ class Engine:
                 schedules.paddings[runner, spaces] = Padding(graph)
             return schedules.paddings[runner, spaces], rows, padded
 
+    def _chosen(
+        self, runner: GraphRunner, sizes: tuple[int, ...], args: tuple[Any, ...], facts: Mapping[str, Any]
+    ) -> _Schedules:
+        """The schedules of whoever decides in this situation."""
+        schedules = self._schedules
+        while schedules.chooses:
+            key = self._situation(schedules, runner, sizes, facts)
+            if key not in schedules.chosen:
+                with self._lock:
+                    self._choose(schedules, runner, sizes, args, facts)
+                key = self._situation(schedules, runner, sizes, facts)
+            if schedules.chosen[key] is schedules:
+                break
+            schedules = schedules.chosen[key]
+        return schedules
+
+    def _choose(
+        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+    ) -> None:
+        graph, spaces, values = self._graph(schedules, runner, args, facts)
+        chosen = schedules.scheduler
+        if graph is not None:
+            ctx = self._context(graph, spaces, values, facts)
+            ctx.trials = _Trials(self, schedules, runner, sizes, args, facts)
+            chosen = _checked_scheduler(_user(schedules.scheduler, "choose", ctx))
+            self._note_facts(schedules, runner, sizes, ctx)
+        if len(schedules.chosen) >= PLANS_KEPT:
+            schedules.chosen.pop(next(iter(schedules.chosen)))
+        schedules.chosen[self._situation(schedules, runner, sizes, facts)] = schedules.of(chosen)
+
     def _key(
         self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> Any:
@@ -201,6 +257,12 @@ class Engine:
                 own = _user(schedules.scheduler, "key", self._context(graph, spaces, values, facts)) if graph else None
             # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
             return (runner, sizes, frozen(facts.get("num_tokens")), own)
+        return self._situation(schedules, runner, sizes, facts)
+
+    def _situation(
+        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], facts: Mapping[str, Any]
+    ) -> Any:
+        """The sizes, and of the facts what was read in calls of these sizes."""
         names = schedules.facts_read.get((runner, sizes))
         if not names:
             return (runner, sizes)
@@ -212,13 +274,34 @@ class Engine:
         key = self._key(schedules, runner, sizes, args, facts)
         if key in schedules.plans:  # another thread made it meanwhile
             return schedules.plans[key]
+        made = self._plan(schedules, runner, sizes, args, facts)
+        if made is None:
+            return None
+        self._meetings.agree(made.plan, made.graph)
+        start = time.perf_counter()
+        lowered = self.lowerer.lower(made.plan, made.graph, {**runner.graph.hints, **made.values}, made.functions)
+        stats = self.stats
+        stats.lower_seconds += time.perf_counter() - start
+        stats.plans += 1
+        stats.operators_compiled, stats.operators_shared = self.operators.compiled, self.operators.shared
+        if len(schedules.plans) >= PLANS_KEPT:  # ragged batches may be different every time
+            schedules.plans.pop(next(iter(schedules.plans)))
+        schedules.plans[self._key(schedules, runner, sizes, args, facts)] = lowered
+        return lowered
+
+    def _plan(
+        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+    ) -> Planned | None:
+        """The scheduler's plan for these arguments, checked; None when the graph can't be scheduled at all."""
         graph, spaces, values = self._graph(schedules, runner, args, facts)
         if graph is None:
             return None
         ctx = self._context(graph, spaces, values, facts)
         start = time.perf_counter()
-        kept = loaded = None
-        pattern = schedules.patterns.get((runner, spaces, key[-1])) if schedules.has_key else None
+        kept = loaded = own = None
+        if schedules.has_key:
+            own = self._key(schedules, runner, sizes, args, facts)[-1]
+        pattern = schedules.patterns.get((runner, spaces, own)) if schedules.has_key else None
         if pattern is not None and len(pattern[0].micro_batches) <= ctx.batch_size:
             plan, functions = ctx.resized(pattern[0]), pattern[1]
         else:
@@ -230,33 +313,26 @@ class Engine:
             else:
                 plan, functions = self._schedule(schedules.scheduler, ctx, runner.graph.partial)
                 if schedules.has_key and ctx.even_split is not None:
-                    schedules.patterns[runner, spaces, key[-1]] = (plan, functions)
+                    schedules.patterns[runner, spaces, own] = (plan, functions)
         checked_at = time.perf_counter()
         if self.check_plans:
             check(plan, graph, ctx.batch_size, ctx.facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
-        lowered_at = time.perf_counter()
-        lowered = self.lowerer.lower(plan, graph, {**runner.graph.hints, **values}, functions)
-        end = time.perf_counter()
-        stats = self.stats
+        self.stats.schedule_seconds += checked_at - start
+        self.stats.check_seconds += time.perf_counter() - checked_at
         if kept is not None and loaded is None:
-            stats.plans_stored += kept.keep(plan, functions)
-        stats.schedule_seconds += checked_at - start
-        stats.check_seconds += lowered_at - checked_at
-        stats.lower_seconds += end - lowered_at
-        stats.plans += 1
-        stats.operators_compiled, stats.operators_shared = self.operators.compiled, self.operators.shared
-        if not schedules.has_key and ctx.facts.read:
+            self.stats.plans_stored += kept.keep(plan, functions)
+        if not schedules.has_key:
+            self._note_facts(schedules, runner, sizes, ctx)
+        return Planned(plan=plan, graph=graph, functions=functions, values=values)
+
+    def _note_facts(
+        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], ctx: ScheduleContext
+    ) -> None:
+        if ctx.facts.read:
             known = schedules.facts_read.get((runner, sizes), ())
             schedules.facts_read[runner, sizes] = tuple(sorted({*known, *ctx.facts.read}))
-            key = self._key(schedules, runner, sizes, args, facts)
-        if len(schedules.plans) >= PLANS_KEPT:  # ragged batches may be different every time
-            schedules.plans.pop(next(iter(schedules.plans)))
-        schedules.plans[key] = lowered
-        return lowered
 
-    def _schedule(
-        self, scheduler: OpSchedulerBase, ctx: ScheduleContext, part: bool
-    ) -> tuple[Plan, Mapping[str, Any]]:
+    def _schedule(self, scheduler: OpSchedulerBase, ctx: ScheduleContext, part: bool) -> tuple[Plan, Mapping[str, Any]]:
         self.stats.scheduler_calls += 1
         try:
             result = _user(scheduler, "schedule", ctx)
@@ -281,7 +357,7 @@ class Engine:
     ) -> ScheduleContext:
         rows = values[next(iter(spaces[0]))] if spaces else 1
         return ScheduleContext(
-            graph, batch_size=rows, has_batch=bool(spaces), device=graph.graph.device, facts=facts
+            graph, batch_size=rows, has_batch=bool(spaces), device=graph.graph.device, facts=facts, sizes=values
         )
 
     def _graph(
@@ -339,10 +415,18 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         engine = self._engine()
         assert engine is not None, "called by a compiled model that is gone"
+        if self.graph.shards:
+            args = self._with_shards(args)
         if (padding := engine.padding(self, args)) is not None:
             how, rows, padded = padding
             return how.results(self._run(engine, how.args(args, rows, padded)), rows, padded)
         return self._run(engine, args)
+
+    def _with_shards(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        taken = list(args)
+        for i in self.graph.shards:
+            taken[i] = _torch.shard_of(args[i])
+        return tuple(taken)
 
     def _run(self, engine: Engine, args: tuple[Any, ...]) -> Any:
         lowered = engine.find(self, args)
@@ -362,6 +446,36 @@ class GraphRunner:
             stats.verified += 1
             return result
         return lowered(args)
+
+
+class _Trials:
+    """Other schedulers for the arguments at hand: see `ScheduleContext.trials`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        schedules: _Schedules,
+        runner: GraphRunner,
+        sizes: tuple[int, ...],
+        args: tuple[Any, ...],
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._engine, self._schedules, self._runner = engine, schedules, runner
+        self._sizes, self.args, self._facts = sizes, args, facts
+
+    def plan(self, scheduler: OpSchedulerBase) -> Planned:
+        made = self._engine._plan(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
+        assert made is not None, "someone is asked to choose only where there is something to schedule"
+        return made
+
+    def lowered(self, scheduler: OpSchedulerBase) -> Lowered:
+        """The plan, compiled: call it with `args`."""
+        made = self._engine._make(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
+        assert made is not None
+        return made
+
+    def _of(self, scheduler: OpSchedulerBase) -> _Schedules:
+        return self._schedules.of(_checked_scheduler(scheduler))
 
 
 class _Raiser:

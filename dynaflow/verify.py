@@ -41,6 +41,8 @@ def verified_run(lowered: Lowered, args: tuple[Any, ...]) -> Any:
 
 def difference(expected: Any, found: Any) -> str | None:
     """How two results differ, or None."""
+    if expected is found:
+        return None
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         return None if expected == found else f"{found!r} instead of {expected!r}"
     if expected.shape != found.shape or expected.dtype != found.dtype:
@@ -97,11 +99,11 @@ def _plain_values(graph: OpGraph, args: tuple[Any, ...]) -> dict[int, Any]:
 
 
 def _copy(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies of all tensors; those that shared memory share it again."""
+    """Copies of all tensors; those that shared memory share it again. Subclasses (DTensor) have none to copy."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     for arg in args:
-        if not isinstance(arg, torch.Tensor):
+        if type(arg) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             copies.append(arg)
             continue
         key = _torch.storage_id(arg)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dynaflow.capture.collectives import waited
 from dynaflow.capture.probe import RNG, Probe
 from dynaflow.capture.rules import (
     Rule,
@@ -37,7 +38,7 @@ class Claim:
 
 def claim(work: list[fx.Node], probe: Probe, rules: Sequence[Rule], complete: bool) -> dict[fx.Node, Claim | None]:
     claims: dict[fx.Node, Claim | None] = {}
-    unused = list(rules)
+    unused = [rule for rule in rules if not rule.optional]
     regions = _mark_regions(work)
     for node in work:
         claims[node] = _claim_node(node, rules, unused, regions)
@@ -47,6 +48,13 @@ def claim(work: list[fx.Node], probe: Probe, rules: Sequence[Rule], complete: bo
     for node in work:
         if _writes_shared_state(node, probe, makers, claims[node]):
             claims[node] = _state_claim(node, claims[node])
+    for place, node in enumerate(work):
+        if (collective := waited(node)) is not None:
+            if claims[collective] is None and work[place - 1] is not collective:  # something else may come in between
+                stack = module_stack(collective)
+                name = _below(stack, target_names(collective)[0])
+                claims[collective] = Claim(key=("func", collective.name), name=name, tags=frozenset(), splittable=None)
+            claims[node] = claims[collective]
     return claims
 
 
@@ -153,9 +161,7 @@ def _no_match(rule: Rule, work: list[fx.Node]) -> PartitionError:
     )
 
 
-def _writes_shared_state(
-    node: fx.Node, probe: Probe, makers: dict[int, Claim | None], claim: Claim | None
-) -> bool:
+def _writes_shared_state(node: fx.Node, probe: Probe, makers: dict[int, Claim | None], claim: Claim | None) -> bool:
     """A counter, a running statistic: written once for all rows, never once for each micro-batch."""
     fact = probe.facts[node]
     inside = {s for s in fact.writes if s in makers and makers[s] == claim}

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.capture.shards import use_shards
 from dynaflow.errors import SplitError, nearest
 
 BatchDims = Mapping[str, int | None]
@@ -43,6 +44,13 @@ class Shape:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Thing:
+    """An object that goes through a graph, such as a device mesh. Dynamo sees to it that it stays the same."""
+
+    value: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
     """One placeholder of the graph."""
@@ -62,6 +70,13 @@ class Input:
     """Where the user says that it carries the batch."""
     still: bool = False
     """It stays where it is in memory, at an even address: a module's own, or marked so."""
+    thing: Thing | None = None
+    """What it is, if neither a tensor nor a number."""
+
+    @property
+    def kind(self) -> Shape | sympy.Expr | Thing | None:
+        """What a compiler has to know of it."""
+        return self.shape or self.symbol or self.thing
 
 
 class CapturedGraph:
@@ -71,6 +86,8 @@ class CapturedGraph:
         self.gm = gm
         self.partial = _torch.is_part(gm)
         self.grad = torch.is_grad_enabled()
+        self.shards = use_shards(gm)
+        """Inputs that are DTensors, of which the graph takes what this rank holds."""
         tensors = example_tensors(gm, parameters)
         self.declared = batch_dims_of(tensors, declared, self.partial, parameters) if declared is not None else {}
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -109,7 +126,6 @@ class CapturedGraph:
                     if expr.is_Symbol and expr not in values:
                         values[expr] = int(actual)
         return values
-
 
     def batch_spaces(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
         """The symbols that stand for the rows of the batch, and those for the requests of a ragged one.
@@ -246,15 +262,20 @@ def is_named(full: str, wanted: str) -> bool:
 
 def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str, int]) -> Input:
     source, owned, real = _torch.graph_input(node)
+    owned = owned or isinstance(real, torch.nn.Parameter)
     example = node.meta["example_value"]
+    if _torch.shard_of(example) is None and (shard := _torch.shard_of(real)) is not None:
+        real = shard
     tensor = isinstance(example, torch.Tensor)
+    known = tensor or isinstance(example, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
     return Input(
         node=node,
         name=input_name(source, parameters),
-        owned=owned or isinstance(real, torch.nn.Parameter),
+        owned=owned,
         shape=Shape.of(example) if tensor else None,
         symbol=None if tensor else _torch.expression(example) if isinstance(example, (int, torch.SymInt)) else None,
         storage=_torch.storage_id(real) if tensor and isinstance(real, torch.Tensor) else None,
         batch_dim=declared.get(input_name(source, parameters)),
         still=tensor and _is_still(real, owned),
+        thing=None if known or real is None else Thing(real),
     )

@@ -61,6 +61,8 @@ class Op:
     """The line of the model where it starts, or where the rows are mixed."""
     functions: tuple[str, ...] = field(default=(), repr=False)
     """The calls that it holds, by name and in order."""
+    groups: tuple[str, ...] = ()
+    """The process groups in which it makes ranks meet."""
 
     @property
     def splittable(self) -> bool:

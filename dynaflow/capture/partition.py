@@ -72,9 +72,7 @@ def _order(work: list[fx.Node], probe: Probe) -> dict[fx.Node, set[fx.Node]]:
 # 3. group
 
 
-def _group(
-    work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]]
-) -> list[Group]:
+def _group(work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]]) -> list[Group]:
     groups: list[Group] = []
     ancestors: list[int] = []  # a bit mask of the groups that come before each
     home: dict[fx.Node, int] = {}

@@ -17,6 +17,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.claims import Claim, has_no_rows
+from dynaflow.capture.collectives import group_of
 from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.ops import Op, OpGraph, Value
 from dynaflow.capture.probe import RNG, NodeFacts, Probe
@@ -168,6 +169,7 @@ class Build:
             refusal=None if shared else refusal,
             line=line or next((ln for n in group.nodes if (ln := source_line(n))), None),
             functions=tuple(target_names(n)[0] for n in group.nodes),
+            groups=tuple(dict.fromkeys(found for n in group.nodes if (found := group_of(n)) is not None)),
         )
 
     def maker(self, node: fx.Node) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
-from dynaflow.capture import operators, oracle, views
+from dynaflow.capture import collectives, operators, oracle, views
 from dynaflow.capture.alignment import ENDLESS, Call, Dims, Refusal, Signature, settle
 
 __all__ = ["Refusal", "follow_rows"]
@@ -70,6 +70,8 @@ def _rule(func: _torch.OpOverload) -> tuple[str, views.Rule | None]:
     namespace, name = str(func.overloadpacket).split(".")
     if torch.Tag.pointwise in func.tags:
         return name, operators.pointwise
+    if namespace in collectives.NAMESPACES:
+        return name, collectives.rule
     if namespace != "aten":
         return name, None
     # An in-place operator, and one that copies what another views, align as their namesakes do.

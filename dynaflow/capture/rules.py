@@ -25,12 +25,14 @@ class SplitModule:
 
     `match` is a glob on the path ("*.self_attn"), a compiled regular expression, or a module class.
     `splittable` overrules the analysis: True when the module treats every row of the batch by itself though
-    dynaflow can't see it (sorted expert tokens, custom kernels), False to keep it whole.
+    dynaflow can't see it (sorted expert tokens, custom kernels), False to keep it whole. A rule that matches nothing
+    in a model is an error, unless it is `optional`.
     """
 
     match: str | re.Pattern[str] | type[nn.Module]
     tag: str | tuple[str, ...] = ()
     splittable: bool | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         is_class = isinstance(self.match, type) and issubclass(self.match, nn.Module)
@@ -59,12 +61,14 @@ class SplitFunc:
     Calls of a Python function that torch.compile inlines are told apart by where they are made: a loop that calls
     it from one line makes one operator, unless other operators lie between. `mark` tells those apart as well.
     `match` is an operator (`torch.ops.aten.mm`, any overload or one), a Python function
-    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*").
+    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*"). A collective and the
+    wait for its result are one call.
     """
 
     match: Any
     tag: str | tuple[str, ...] = ()
     splittable: bool | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.match, (str, re.Pattern)) or callable(self.match)):

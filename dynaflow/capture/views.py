@@ -205,9 +205,7 @@ def _index_select(call: Call) -> Signature:
     tensor, index = call["self"], call["index"]
     dim = wrap(call["dim"], max(tensor.ndim, 1))
     picked = tuple(("index" if index.ndim else MIXED) if d == dim else d for d in range(tensor.ndim))
-    return Signature(
-        [Operand(tensor, straight(tensor.ndim, {dim})), Operand(index, ("index",) * index.ndim)], [picked]
-    )
+    return Signature([Operand(tensor, straight(tensor.ndim, {dim})), Operand(index, ("index",) * index.ndim)], [picked])
 
 
 def _indexed(call: Call) -> tuple[list[Operand], Labels, Labels] | None:

@@ -109,9 +109,7 @@ class Lowerer:
         self.blocks = BlockPool()
         self.graphs = GraphPool(stats)
 
-    def lower(
-        self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]
-    ) -> Lowered:
+    def lower(self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]) -> Lowered:
         job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions)
         outside = frozenset(op.name for op in graph.ops if NO_CAPTURE in op.tags)
         if self._captures(job) and (self.cudagraph == "pieces" or outside):
@@ -128,9 +126,7 @@ class Lowerer:
 
     def _lowered(self, job: _Job, program: Program, code: Code, run: Run) -> Lowered:
         self.stats.arena_bytes = program.arena_bytes
-        return Lowered(
-            job.plan, job.graph, run, code, program.joined_bytes, lambda args: self._all_values(job, args)
-        )
+        return Lowered(job.plan, job.graph, run, code, program.joined_bytes, lambda args: self._all_values(job, args))
 
     def _runnable(self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool) -> Run:
         """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
@@ -176,10 +172,10 @@ class Lowerer:
 
     def whole(self, graph: CapturedGraph, sizes: Sizes) -> Run:
         """The uncut graph."""
-        if self.operators.mode == "eager" or any(i.shape is None and i.symbol is None for i in graph.inputs):
+        if self.operators.mode == "eager" or any(i.kind is None for i in graph.inputs):
             call: Callable[..., Any] = graph.gm.forward
         else:
-            inputs = tuple(i.symbol if i.shape is None else i.shape for i in graph.inputs)
+            inputs = tuple(i.kind for i in graph.inputs)
             still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
             source = Source(module=graph.gm, inputs=inputs, still=still, tensors=False, free=frozenset())
             call = self.operators.get(source, sizes)
@@ -268,9 +264,7 @@ class Lowerer:
         sides = self.streams.get(job.device, plan.lanes)
         streams = dict(zip([lane.name for lane in plan.lanes][-len(sides) :] if sides else [], sides, strict=True))
         for n, segment in enumerate(segments):
-            moving = [
-                i for i, name in enumerate(segment.inputs) if i in segment.moving or name.split("_")[0] in copied
-            ]
+            moving = [i for i, name in enumerate(segment.inputs) if i in segment.moving or name.split("_")[0] in copied]
             still = [i for i in range(len(segment.inputs)) if i not in moving]
             lane = program.steps[segment.steps[0]].lane
             code.names[f"graph_{n}"] = Graphed(

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.graph import Shape
+from dynaflow.capture.graph import Shape, Thing
 from dynaflow.capture.probe import concrete
 
 Mode = Literal["inductor", "eager"]
@@ -26,8 +26,8 @@ class Source:
     """A piece of a graph and what goes into it, in order."""
 
     module: fx.GraphModule
-    inputs: tuple[Shape | sympy.Expr | None, ...]
-    """A tensor's shape, a number in the graph's symbols, or None where nothing is known."""
+    inputs: tuple[Shape | sympy.Expr | Thing | None, ...]
+    """A tensor's shape, a number in the graph's symbols, another thing, or None where nothing is known."""
     still: frozenset[int] = frozenset()
     """Inputs that stay where they are in memory."""
     tensors: bool = True
@@ -122,7 +122,7 @@ def _compile_for(source: Source, sizes: Sizes, strides: Strides) -> _Compiled:
             if isinstance(given, Shape):
                 inputs.append(_fake(given, [concrete(e, sizes) for e in given.size], stride))
             else:
-                inputs.append(0 if given is None else concrete(given, sizes))
+                inputs.append(_other(given, lambda e: concrete(e, sizes)))
     call = _compiled(source, inputs, world)
     return _Compiled(call=call, sizes={s: sizes[s] for s in source.used}, strides=strides)
 
@@ -143,7 +143,7 @@ def _compile_for_all(source: Source, sizes: Sizes) -> _Compiled:
     with world.mode:
         for i, given in enumerate(source.inputs):
             if not isinstance(given, Shape):
-                inputs.append(0 if given is None else number(given))
+                inputs.append(_other(given, number))
                 continue
             # Like a slice of a larger batch, or the compiler would take the layout for contiguous.
             stride = [
@@ -156,10 +156,15 @@ def _compile_for_all(source: Source, sizes: Sizes) -> _Compiled:
     return _Compiled(call=call, names=names, guards=guards)
 
 
+def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]) -> Any:
+    """What stands for an input that is no tensor."""
+    if isinstance(given, Thing):
+        return given.value
+    return 0 if given is None else number(given)
+
+
 def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols) -> Callable[..., Any]:
-    return _torch.compile_operator(
-        _copy(source.module), inputs, world, still=source.still, direct=source.tensors
-    )
+    return _torch.compile_operator(_copy(source.module), inputs, world, still=source.still, direct=source.tensors)
 
 
 def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.graph import Shape
+from dynaflow.capture.graph import Shape, Thing
 from dynaflow.capture.ops import Op, OpGraph, Value
 from dynaflow.capture.probe import concrete
 from dynaflow.lower.ends import write_into
@@ -193,7 +193,7 @@ class _Maker:
             return "pass  # nobody uses what it makes"
         sizes = self._sizes(parts)
         numbers = [str(concrete(e, sizes)) for e in unit.symbols]
-        inputs: list[Shape | sympy.Expr | None] = list(unit.symbols)
+        inputs: list[Shape | sympy.Expr | Thing | None] = list(unit.symbols)
         strides: list[tuple[int, ...] | None] = [None] * len(unit.symbols)
         args, targets, outs, still, module = [], [], [], [], unit.module
         for v in unit.reads:
@@ -203,7 +203,7 @@ class _Maker:
             args.append(name)
             if self._is_still(v):
                 still.append(len(inputs))
-            inputs.append(shape)
+            inputs.append(shape or self._thing(v))
             strides.append(None if shape is None else strides_of(shape, self._sizes(held)))
         for position, v in enumerate(unit.writes):
             buffer = self._buffer(v, parts)
@@ -232,6 +232,10 @@ class _Maker:
         self.program.names[name] = call
         assigned = "".join(f"{t}, " for t in targets).rstrip()
         return (f"{assigned} = " if assigned else "") + f"{name}({', '.join(numbers + args)})"
+
+    def _thing(self, v: int) -> Thing | None:
+        given = self.graph.values[v].input
+        return None if given is None else self.graph.graph.inputs[given].thing
 
     def _formats(self, unit: Unit, outs: list[int]) -> dict[int, torch.memory_format]:
         """Of the images among a unit's own results. An operator's result follows its inputs: it must not, here."""

@@ -65,9 +65,7 @@ class StreamRun:
     stream before the call returns; so the allocator hands no memory out again that a lane may still use.
     """
 
-    def __init__(
-        self, run: Any, device: torch.device, lanes: tuple[Lane, ...], events: int, pool: StreamPool
-    ) -> None:
+    def __init__(self, run: Any, device: torch.device, lanes: tuple[Lane, ...], events: int, pool: StreamPool) -> None:
         self._run, self._device, self._turns, self._issuing = run, device, pool.turns, pool.issuing
         self._sides = pool.get(device, lanes)
         self._events = [torch.cuda.Event() for _ in range(events)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,10 +29,34 @@ class OpSchedulerBase:
         """What the decision depends on. By default: the sizes of the inputs and the facts that were read."""
         return None
 
+    def choose(self, ctx: ScheduleContext) -> OpSchedulerBase:
+        """Who takes this situation over: another scheduler, with cuts of its own, or this one.
+
+        Asked once per situation, with the graph uncut. `key` and `bucket` are those of the chosen.
+        """
+        return self
 
     def bucket(self, batch_size: int) -> int:
         """To how many rows a batch is padded, so that few plans (and CUDA graphs) serve many sizes."""
         return batch_size
+
+
+class Choice(OpSchedulerBase):
+    """Leaves each situation to the scheduler that `function` names for it: see `choose`."""
+
+    def __init__(self, function: Callable[[ScheduleContext], OpSchedulerBase | str]) -> None:
+        self.function = function
+
+    def choose(self, ctx: ScheduleContext) -> OpSchedulerBase:
+        from dynaflow.strategies import make  # they are written with the public API, which needs this
+
+        chosen = self.function(ctx)
+        return make(chosen) if isinstance(chosen, str) else chosen
+
+
+def choose(function: Callable[[ScheduleContext], OpSchedulerBase | str]) -> Choice:
+    """A scheduler by situation: `choose(lambda ctx: "nanoflow" if ctx.batch_size > 64 else "sequential")`."""
+    return Choice(function)
 
 
 class Sequential(OpSchedulerBase):

@@ -5,12 +5,15 @@
 3. Every operator runs exactly once for every micro-batch, and none that mixes rows runs for a part of them.
 4. Any two tasks that touch the same bytes of memory, one of them writing, are ordered, and in the model's
    order. A value is memory that its operator writes and others read, so this covers data as well.
+5. Any two tasks in which ranks meet, in one process group, are ordered: whichever rank comes first, all ranks meet in
+   the plan's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dynaflow.capture.collectives import ANY
 from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.errors import PlanError, SplitError
 from dynaflow.schedule.plan import Plan
@@ -30,6 +33,7 @@ def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int]
     _check_lanes(plan)
     owner = _check_coverage(plan, graph)
     _check_memory(plan, graph, owner)
+    _check_collectives(plan, graph)
 
 
 def _check_micro_batches(plan: Plan, batch_size: int) -> None:
@@ -185,6 +189,25 @@ def _check_memory(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]
                 writer[storage], readers[storage] = [op.index], []
             else:
                 readers.setdefault(storage, []).append(op.index)
+
+
+def _check_collectives(plan: Plan, graph: OpGraph) -> None:
+    before = plan.happens_before
+    last: dict[str, int] = {}  # process group -> the task in which ranks met last
+    for t, task in enumerate(plan.tasks):
+        groups = {group for item in task.items for group in graph.by_name[item.op].groups}
+        for other, previous in last.items():
+            if (other in groups or ANY in (other, *groups)) and groups and not before[t] >> previous & 1:
+                op = graph.by_name[task.items[0].op]
+                raise PlanError(
+                    f"ranks could wait for each other forever: {plan.tasks[previous]} (task {previous}, lane "
+                    f"{plan.tasks[previous].lane}) and {task} (task {t}, lane {task.lane}) are collectives of one "
+                    "group, and nothing orders them",
+                    op=op.name,
+                    line=op.line,
+                    advice="put the collectives of a group on one lane",
+                )
+        last.update(dict.fromkeys(groups, t))
 
 
 def _race(plan: Plan, graph: OpGraph, first: int, op: Op, storage: int, task: int, mine: int) -> PlanError:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
+import sympy
 import torch
 
 from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.errors import ScheduleError, SplitError, user_line
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
 from dynaflow.schedule.split import split_requests, split_rows
+
+if TYPE_CHECKING:
+    from dynaflow.schedule.base import OpSchedulerBase
 
 DEFAULT_LANE = "main"
 FACT_NAMES = ""
@@ -60,11 +65,28 @@ class Facts(Mapping[str, Any]):
         return len(self._facts)
 
 
+class Trials(Protocol):
+    """Other schedulers tried on the arguments at hand."""
+
+    args: tuple[Any, ...]
+
+    def plan(self, scheduler: OpSchedulerBase) -> Any: ...
+
+    def lowered(self, scheduler: OpSchedulerBase) -> Any: ...
+
+
 class ScheduleContext:
     """The batch at hand, the operators, and the record of what the scheduler wants done with them."""
 
     def __init__(
-        self, graph: OpGraph, *, batch_size: int, has_batch: bool, device: torch.device, facts: Mapping[str, Any]
+        self,
+        graph: OpGraph,
+        *,
+        batch_size: int,
+        has_batch: bool,
+        device: torch.device,
+        facts: Mapping[str, Any],
+        sizes: Mapping[sympy.Symbol, int],
     ) -> None:
         self.batch_size = batch_size
         """Rows in the batch (tokens, when it is ragged); 1 when the graph has no batch."""
@@ -75,8 +97,10 @@ class ScheduleContext:
         self.micro_batches: tuple[MicroBatch, ...] = (self._whole,)
         self.even_split: int | None = 1
         """How many equal parts were asked for; None when sizes were given: those fit one batch size only."""
+        self.trials: Trials | None = None
+        """For who chooses between schedulers: what each would plan, and how fast that is."""
         self.functions: dict[str, Callable[..., Any]] = {}
-        self._graph, self._has_batch = graph, has_batch
+        self._graph, self._has_batch, self._sizes = graph, has_batch, sizes
         self._sequential = False
         self._tasks: list[Task] = []
         self._masks: list[int] = []
@@ -89,12 +113,30 @@ class ScheduleContext:
 
     # What a scheduler calls
 
+    @cached_property
+    def inputs(self) -> Mapping[str, tuple[int, ...]]:
+        """The sizes of the model's inputs by name, `ctx.inputs["input_ids"]`; its own parameters are not among them."""
+        given = ((i.name, i.shape) for i in self._graph.graph.inputs if i.shape is not None and not i.owned)
+        return {name: tuple(int(size.xreplace(self._known)) for size in shape.size) for name, shape in given}
+
+    @cached_property
+    def _known(self) -> dict[sympy.Symbol, sympy.Integer]:
+        return {symbol: sympy.Integer(n) for symbol, n in {**self._graph.graph.hints, **self._sizes}.items()}
+
     @property
     def sms(self) -> int:
         """What lanes can share: the SMs of the device; on CPU, the threads that torch uses."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).multi_processor_count
         return torch.get_num_threads()
+
+    @property
+    def max_parts(self) -> int:
+        """Into how many micro-batches the batch can be split at most: 1 when it can't be split at all."""
+        if not self.can_split:
+            return 1
+        tokens = self.facts.get("num_tokens")
+        return self.batch_size if tokens is None else sum(t > 0 for t in tokens)
 
     def lane(self, name: str, *, sms: int | None = None, priority: int = 0) -> str:
         """Declares a lane that has a share of the device, or a priority, and returns its name.
@@ -190,8 +232,12 @@ class ScheduleContext:
         ops: OpItem | Sequence[OpItem],
         lane: str = DEFAULT_LANE,
         replace_func: Callable[..., Any] | None = None,
+        after: OpItem | Sequence[OpItem] = (),
     ) -> None:
         """Run one ready operator; several micro-batches of one operator, merged; or a fusion.
+
+        It waits for what it reads. `after` holds what else it is to wait for, of what was executed before: to hold
+        back work that could start early but would only be in the way, or take memory.
 
         A fusion calls `replace_func` in place of the given items. It gets what they read and no earlier one of
         them made: item by item, in the order of `signature(items)`; and returns what they make and others use,
@@ -211,6 +257,7 @@ class ScheduleContext:
                 deps.add(owner)
             self._mark_done(item, len(self._tasks))
         deps.discard(len(self._tasks))
+        deps.update(self._executed(list(after) if isinstance(after, Sequence) else [after], merged[0]))
         name = self._named(replace_func) if replace_func else None
         self._record(tuple(Item(op=i.name, micro_batches=i.micro_batches) for i in merged), lane, deps, name)
         self._idle_asks = 0
@@ -367,6 +414,20 @@ class ScheduleContext:
             )
         if replace_func is not None:
             self._check_chain(items, line)
+
+    def _executed(self, after: list[OpItem], waiting: OpItem) -> Iterator[int]:
+        """The tasks that ran these items."""
+        for item in after:
+            for m in item.micro_batches if item.op.splittable else (0,):
+                owner = self._owner.get((item.op.index, m))
+                if owner is None or owner == len(self._tasks):
+                    raise ScheduleError(
+                        f"operator {waiting} is to wait for {item}, which was not executed before",
+                        op=waiting.name,
+                        line=user_line(),
+                        advice="name only items that were executed already in after=",
+                    )
+                yield owner
 
     def _check_chain(self, items: list[OpItem], line: str | None) -> None:
         inside = {i.op.index for i in items}

@@ -336,13 +336,26 @@ def test_unknown_name() -> None:
     assert at_this_file(error)
 
 
-@pytest.mark.parametrize("scheduler", [Each, "two batches", object()])
+@pytest.mark.parametrize("scheduler", [Each, object()])
 def test_no_scheduler(scheduler: Any) -> None:
     with pytest.raises(df.ScheduleError) as caught:
         df.compile(Stack(), scheduler)
     assert "OpSchedulerBase" in caught.value.advice
     with pytest.raises(df.ScheduleError):
         compiled(Stack()).set_scheduler(scheduler)
+
+
+def test_unknown_strategy() -> None:
+    with pytest.raises(df.ScheduleError) as caught:
+        df.compile(Stack(), "nanoflo")
+    assert "'nanoflow'" in caught.value.advice
+    with pytest.raises(df.ScheduleError):
+        compiled(Stack()).set_scheduler("two batches")
+    with pytest.raises(df.ScheduleError) as caught:
+        df.compile(Stack(), "sequential", scheduler_options={"parts": 2})
+    assert "'parts'" in str(caught.value)
+    with pytest.raises(df.DynaFlowError):
+        df.compile(Stack(), Each(), scheduler_options={"parts": 2})
 
 
 def test_user_line_is_the_schedulers_not_ours() -> None:

@@ -1,0 +1,70 @@
+"""Collectives in a graph: functional ones, which give a result that has to be waited for.
+
+All that torch.distributed does in a compiled graph is traced to `_c10d_functional` and a `wait_tensor` on the result.
+Until then the result may be looked at by nobody, so a collective and its wait are always one operator's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.alignment import Call, Operand, Refusal, Signature, straight
+
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+WAIT = "wait_tensor"
+ANY = "*"
+"""Stands for the groups in which ranks meet inside of an operator of DTensor's: they are not known."""
+_HIDDEN = ("redistribute", "full_tensor")
+_EXCHANGING = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+"""They move slices of dim 0 between ranks."""
+_ALIKE = ("all_reduce", "broadcast", WAIT, "_wrap_tensor_autograd")
+"""The result is like the input, element by element."""
+
+
+def name_of(node: fx.Node) -> str | None:
+    """Which collective, or wait, the node calls."""
+    target = node.target
+    if isinstance(target, _torch.OpOverload):
+        return target._opname if target.namespace in NAMESPACES else None
+    if isinstance(target, _torch.OpOverloadPacket):
+        namespace, name = target._qualified_op_name.split("::")
+        return name if namespace in NAMESPACES else None
+    return None
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The process group in which the node makes ranks meet."""
+    if node.op == "call_method" and node.target in _HIDDEN:
+        return ANY
+    name = name_of(node)
+    if name is None or name in (WAIT, "_wrap_tensor_autograd"):
+        return None
+    return str(node.kwargs.get("group_name", node.args[-1] if node.args else ""))
+
+
+def waited(node: fx.Node) -> fx.Node | None:
+    """The collective whose result a node waits for."""
+    if name_of(node) != WAIT:
+        return None
+    source: Any = node.args[0]
+    while isinstance(source, fx.Node) and name_of(source) is None and source.args:  # one of several results
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and group_of(source) is not None else None
+
+
+def rule(call: Call) -> Signature | Refusal:
+    """Every rank calls with the same rows, so what goes element by element, or along other dims, keeps them."""
+    name = call.func._opname.removesuffix("_coalesced")
+    tensors = call.inputs()
+    if name in _ALIKE or name in _EXCHANGING:
+        mixed = (0,) if name in _EXCHANGING else ()
+        if len({t.ndim for t in tensors}) == 1 and not any(call.dim_of(t) in mixed for t in tensors):
+            labels = [straight(t.ndim, mixed) for t in tensors]
+            return Signature([Operand(t, at) for t, at in zip(tensors, labels, strict=True)], [labels[0]])
+        if name in _EXCHANGING:
+            return call.refuse("moves rows of the batch between ranks")
+    return call.refuse("is no collective whose rows can be followed")
+

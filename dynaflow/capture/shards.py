@@ -1,0 +1,32 @@
+"""Parameters that are shards of a tensor parallel model, taken as the plain tensors that they hold.
+
+A DTensor that the graph uses only as `to_local()` is known by what it holds on this rank: then nothing behind the
+capture needs to know of DTensors. The runner hands over the shard itself.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from dynaflow import _torch
+
+
+def use_shards(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Makes such placeholders plain ones; returns their positions."""
+    positions = []
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        shard = _torch.shard_of(node.meta.get("example_value"))
+        if shard is None or not all(_takes_shard(user) for user in node.users):
+            continue
+        for user in list(node.users):
+            user.replace_all_uses_with(node)
+            gm.graph.erase_node(user)
+        node.meta["example_value"] = shard
+        positions.append(i)
+    if positions:
+        gm.recompile()
+    return tuple(positions)
+
+
+def _takes_shard(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "to_local" and len(node.args) == 1 and not node.kwargs

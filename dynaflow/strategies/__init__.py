@@ -1,0 +1,49 @@
+"""Schedules to use by name, or to copy: one file each, written with the public API alone."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from dynaflow.errors import ScheduleError, nearest
+
+if TYPE_CHECKING:
+    from dynaflow.schedule.base import OpSchedulerBase
+
+CLASSES = {
+    "sequential": "Sequential",
+    "nanoflow": "NanoFlow",
+    "dual_batch": "DualBatch",
+    "comm_overlap": "CommOverlap",
+    "token_weave": "TokenWeave",
+    "comet": "Comet",
+    "branches": "Branches",
+    "prefetch": "Prefetch",
+}
+"""By name, which is also the file's."""
+
+
+def make(name: str, **options: Any) -> OpSchedulerBase:
+    """The strategy of this name."""
+    if name not in CLASSES:
+        close = nearest(name, list(CLASSES), 1)[0]
+        raise ScheduleError(
+            f"no strategy {name!r}",
+            advice=f"did you mean {close!r}? There are {', '.join(CLASSES)}; or pass a scheduler",
+        )
+    kind = getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as e:
+        raise ScheduleError(f"strategy {name!r}: {e}", advice=f"its options are {inspect.signature(kind)}") from None
+    made: OpSchedulerBase = kind(**options)
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    """`dynaflow.strategies.NanoFlow`, imported when asked for: the files need the whole package."""
+    for module, kind in CLASSES.items():
+        if kind == name:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), kind)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,33 @@
+"""Collectives of one micro-batch beside the compute of another.
+
+Micro-batches take turns: one computes until it has something to send, and while that is on its way the next one
+computes. All collectives go to one lane, so they keep one order on all ranks.
+"""
+
+from __future__ import annotations
+
+import dynaflow as df
+
+
+class CommOverlap(df.OpSchedulerBase):
+    """`collectives`: a glob on the calls that use the link. `min_rows`: smaller micro-batches are not worth it."""
+
+    def __init__(self, parts: int = 2, min_rows: int = 1, collectives: str = "_c10d_functional*") -> None:
+        self.parts, self.min_rows, self.collectives = parts, min_rows, collectives
+
+    def partition(self) -> list[df.SplitFunc | df.SplitModule]:
+        return [df.SplitFunc(self.collectives, tag="network", optional=True)]
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)
+        if parts < 2 or not any("network" in op.tags for op in ctx.ops):
+            return ctx.sequential()
+        ctx.split(parts)
+        turn = 0
+        while ops := ctx.get_ready_ops():
+            op = next((op for op in ops if op.micro_batch == turn), ops[0])
+            if "network" in op.tags:
+                ctx.execute(op, lane="network")
+                turn = (turn + 1) % parts
+            else:
+                ctx.execute(op, lane="compute")

@@ -1,0 +1,47 @@
+"""Two micro-batches of a mixture of experts: one sends its tokens to their experts while the other computes.
+
+Dispatch and combine of one micro-batch run beside attention and experts of the other; shared experts, which need no
+dispatch, run beside the routed ones.
+"""
+
+from __future__ import annotations
+
+import dynaflow as df
+
+
+class DualBatch(df.OpSchedulerBase):
+    """`experts`, `shared`: globs on module paths. `collectives`: a glob on the calls that use the link."""
+
+    def __init__(
+        self,
+        parts: int = 2,
+        min_rows: int = 1,
+        experts: str = "*.experts",
+        shared: str = "*.shared_expert*",
+        collectives: str = "_c10d_functional*",
+    ) -> None:
+        self.parts, self.min_rows = parts, min_rows
+        self.experts, self.shared, self.collectives = experts, shared, collectives
+
+    def partition(self) -> list[df.SplitFunc | df.SplitModule]:
+        return [
+            # Tokens are sorted by expert inside, and back again: row by row, though it can't be seen.
+            df.SplitModule(self.experts, tag="experts", splittable=True, optional=True),
+            df.SplitModule(self.shared, tag="shared", optional=True),
+            df.SplitFunc(self.collectives, tag="network", optional=True),
+        ]
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)
+        if not any(op.tags & {"experts", "network"} for op in ctx.ops):
+            return ctx.sequential()
+        if parts > 1:
+            ctx.split(parts)
+        turn = 0
+        while ops := ctx.get_ready_ops():
+            mine = [op for op in ops if op.micro_batch == turn] or ops
+            op = min(mine, key=lambda op: "shared" in op.tags)  # the routed ones first: theirs is the longer way
+            lane = next((lane for lane in ("network", "shared") if lane in op.tags), "compute")
+            ctx.execute(op, lane=lane)
+            if "network" in op.tags:
+                turn = (op.micro_batch.index + 1) % parts

@@ -1,0 +1,59 @@
+"""Nano-batches: operators that compute beside those that wait for memory, and beside those that wait for the link.
+
+Attention of a decoding batch reads the cache and computes little; matrix products compute and read little. Nano-batches
+take turns at computing: when one comes to its attention, or to a collective, the next one computes meanwhile.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import dynaflow as df
+
+
+class NanoFlow(df.OpSchedulerBase):
+    """`attention`, `collectives`: globs on the calls that wait for memory, and for the link. `sms`: what the memory
+    lane may use of the device. `merged`: globs on modules that run once for all nano-batches, while others run split.
+    """
+
+    def __init__(
+        self,
+        parts: int = 2,
+        min_rows: int = 1,
+        attention: str = "*attention*",
+        collectives: str = "_c10d_functional*",
+        sms: int | None = None,
+        merged: tuple[str, ...] = (),
+    ) -> None:
+        self.parts, self.min_rows, self.sms, self.merged = parts, min_rows, sms, merged
+        self.attention, self.collectives = attention, collectives
+
+    def partition(self) -> list[df.SplitFunc | df.SplitModule]:
+        return [
+            df.SplitFunc(self.attention, tag="memory", optional=True),
+            df.SplitFunc(self.collectives, tag="network", optional=True),
+            *(df.SplitModule(path) for path in self.merged),
+        ]
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)
+        if parts < 2 or not any(op.tags for op in ctx.ops):
+            return ctx.sequential()
+        ctx.split(parts)
+        if self.sms:
+            ctx.lane("memory", sms=self.sms)
+        turn = 0
+        waiting: set[df.OpItem] = set()
+        while ops := [op for op in ctx.get_ready_ops() if op not in waiting]:
+            op = next((op for op in ops if op.micro_batch == turn), ops[0])
+            if op.op.splittable and any(fnmatchcase(op.name, path) for path in self.merged):
+                all_of_it = ctx.items(op.op)
+                if {*waiting, *ops}.issuperset(all_of_it):
+                    ctx.execute(all_of_it, lane="compute")
+                    waiting.difference_update(all_of_it)
+                else:
+                    waiting.add(op)
+            else:
+                ctx.execute(op, lane=next(iter(op.tags & {"memory", "network"}), "compute"))
+            if op.tags or op in waiting:
+                turn = (op.micro_batch.index + 1) % parts
