@@ -22,6 +22,7 @@ from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.plan import Plan
 from dynaflow.stats import Stats
 from dynaflow.strategies import make
+from dynaflow.tune.explain import Explanation
 
 
 def compile(
@@ -102,12 +103,20 @@ class CompiledModel:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these inputs, without running the model. If the model breaks the graph: for its first part."""
+        return self._ready(args, kwargs).plan
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Why these inputs run as they do: what was tried, what each gave, and what limits it. Print it."""
+        ready = self._ready(args, kwargs)
+        return Explanation.of(ready.plan, ready.graph, ready.note)
+
+    def _ready(self, args: Any, kwargs: Any) -> PlanReady:
         local = self._engine.local
         local.plan_only = True
         try:
             self(*args, **kwargs)
         except PlanReady as ready:
-            return ready.plan
+            return ready
         finally:
             local.plan_only = False
         raise PlanError("the model gave no graph to plan", advice="does it use torch operators on tensors?")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from dynaflow import _torch
@@ -35,6 +36,7 @@ from dynaflow.schedule.kept import KeptPlan, fact_value, frozen, imported
 from dynaflow.schedule.plan import Plan
 from dynaflow.schedule.ranks import Meetings
 from dynaflow.stats import Stats
+from dynaflow.tune.measure import NoRoom, copied
 from dynaflow.verify import verified_run
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -48,8 +50,8 @@ PLANS_KEPT = 1024
 class PlanReady(BaseException):
     """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, graph: OpGraph, note: Any) -> None:
+        self.plan, self.graph, self.note = plan, graph, note
 
 
 @dataclass(slots=True)
@@ -67,6 +69,8 @@ class _Schedules:
     chosen: dict[Any, _Schedules] = field(default_factory=dict)
     """By situation: the scheduler that took it over, and its plans."""
     others: dict[OpSchedulerBase, _Schedules] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
+    """By situation: what the scheduler has to say about its choice."""
 
     @property
     def chooses(self) -> bool:
@@ -148,6 +152,7 @@ class Engine:
         self._schedules = _Schedules(_checked_scheduler(scheduler))
         self._lock = threading.RLock()
         self._meetings = Meetings()
+        self.deciding: list[threading.Thread] = []
 
     def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
         self._schedules = _Schedules(_checked_scheduler(scheduler))
@@ -234,6 +239,11 @@ class Engine:
             schedules = schedules.chosen[key]
         return schedules
 
+    def note(self, runner: GraphRunner, args: tuple[Any, ...]) -> Any:
+        """What a scheduler that chose for this situation has to say about it."""
+        schedules = self._schedules
+        return schedules.notes.get(self._situation(schedules, runner, runner.sizes(args), self.facts()))
+
     def _choose(
         self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> None:
@@ -244,9 +254,39 @@ class Engine:
             ctx.trials = _Trials(self, schedules, runner, sizes, args, facts)
             chosen = _checked_scheduler(_user(schedules.scheduler, "choose", ctx))
             self._note_facts(schedules, runner, sizes, ctx)
+            if ctx.later is not None:
+                self._decide_later(schedules, self._situation(schedules, runner, sizes, facts), ctx)
         if len(schedules.chosen) >= PLANS_KEPT:
             schedules.chosen.pop(next(iter(schedules.chosen)))
-        schedules.chosen[self._situation(schedules, runner, sizes, facts)] = schedules.of(chosen)
+        key = self._situation(schedules, runner, sizes, facts)
+        schedules.chosen[key] = schedules.of(chosen)
+        schedules.notes[key] = ctx.note if graph is not None else None
+
+    def _decide_later(self, schedules: _Schedules, key: Any, ctx: ScheduleContext) -> None:
+        """In a thread of its own, on copies: callers go on using the arguments."""
+        later, trials = ctx.later, ctx.trials
+        assert later is not None and isinstance(trials, _Trials)
+        try:
+            trials.args = copied(trials.args, keep=trials.owned)
+        except NoRoom as e:
+            ctx.note = str(e)
+            return
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        def decide() -> None:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                try:
+                    chosen = _checked_scheduler(later(ctx))
+                except Exception as e:
+                    ctx.note = f"tuning failed: {type(e).__name__}: {e}"
+                else:
+                    schedules.chosen[key] = schedules.of(chosen)
+                schedules.notes[key] = ctx.note
+                trials.args = ()
+
+        thread = threading.Thread(target=decide, name="dynaflow-tune", daemon=True)
+        self.deciding.append(thread)
+        thread.start()
 
     def _key(
         self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
@@ -433,7 +473,7 @@ class GraphRunner:
         if engine.local.plan_only:
             if lowered is None:
                 raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")
-            raise PlanReady(lowered.plan)
+            raise PlanReady(lowered.plan, lowered.graph, engine.note(self, args))
         if lowered is None:
             return self.graph.gm(*args)
         stats = engine.stats
@@ -462,17 +502,28 @@ class _Trials:
     ) -> None:
         self._engine, self._schedules, self._runner = engine, schedules, runner
         self._sizes, self.args, self._facts = sizes, args, facts
+        self.cudagraph = engine.lowerer.cudagraph is not None and runner.graph.device.type == "cuda"
+        self.owned = frozenset(n for n, i in enumerate(runner.graph.inputs) if i.owned)
 
     def plan(self, scheduler: OpSchedulerBase) -> Planned:
-        made = self._engine._plan(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
+        with self._engine._lock:
+            made = self._engine._plan(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
         assert made is not None, "someone is asked to choose only where there is something to schedule"
         return made
 
     def lowered(self, scheduler: OpSchedulerBase) -> Lowered:
         """The plan, compiled: call it with `args`."""
-        made = self._engine._make(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
+        with self._engine._lock:
+            made = self._engine._make(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
         assert made is not None
         return made
+
+    def watched(self, planned: Planned, plan: Plan, on_task: OnTask) -> Lowered:
+        """Another plan for the same graph, each task by itself, with a function that is called around it."""
+        lowerer = Lowerer(self._engine.operators, on_task, Stats())
+        sizes = {**self._runner.graph.hints, **planned.values}
+        with self._engine._lock:
+            return lowerer.lower(plan, planned.graph, sizes, planned.functions)
 
     def _of(self, scheduler: OpSchedulerBase) -> _Schedules:
         return self._schedules.of(_checked_scheduler(scheduler))

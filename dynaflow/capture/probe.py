@@ -28,8 +28,25 @@ RNG = -1
 
 PRIMES = (1009, 1013, 10007, 10037, 101, 103, 11, 13)
 
-_SIZED = {"view", "reshape", "expand", "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty",
-          "new_full", "repeat", "unflatten", "broadcast_to", "tile", "_unsafe_view", "resize"}
+_SIZED = {
+    "view",
+    "reshape",
+    "expand",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "new_full",
+    "repeat",
+    "unflatten",
+    "broadcast_to",
+    "tile",
+    "_unsafe_view",
+    "resize",
+}
 """Calls that take sizes: there a batch size is recomputed for each micro-batch. Elsewhere it is a number."""
 
 

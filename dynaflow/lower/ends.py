@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from dynaflow import _torch
+from dynaflow.offload import fetch_into
 
 # Autocast casts what goes into a product to the type of its result, but knows nothing of these: they do it themselves.
 
@@ -43,9 +44,11 @@ _VARIANTS: dict[str, tuple[str, Callable[..., None]]] = {
     "mm_out": ("(Tensor a, Tensor b, Tensor(a!) out) -> ()", _mm_out),
     "addmm_out": ("(Tensor c, Tensor a, Tensor b, Tensor(a!) out) -> ()", _addmm_out),
     "bmm_out": ("(Tensor a, Tensor b, Tensor(a!) out) -> ()", _bmm_out),
+    "fetch_out": ("(Tensor host, Device device, Tensor(a!) out) -> ()", fetch_into),
 }
 _PRODUCTS: dict[Any, tuple[str, int]] = {
     _torch.LINEAR: ("linear_out", 3), torch.mm: ("mm_out", 2), torch.addmm: ("addmm_out", 3), torch.bmm: ("bmm_out", 2),
+    torch.ops.dynaflow.fetch: ("fetch_out", 2), torch.ops.dynaflow.fetch.default: ("fetch_out", 2),
 }  # fmt: skip
 """What stands for a product in a captured graph: its out-variant, and how many arguments that takes before `out`."""
 

@@ -18,6 +18,7 @@ from dynaflow.schedule.split import split_requests, split_rows
 
 if TYPE_CHECKING:
     from dynaflow.schedule.base import OpSchedulerBase
+    from dynaflow.tune.cost import Costs
 
 DEFAULT_LANE = "main"
 FACT_NAMES = ""
@@ -69,10 +70,13 @@ class Trials(Protocol):
     """Other schedulers tried on the arguments at hand."""
 
     args: tuple[Any, ...]
+    cudagraph: bool
 
     def plan(self, scheduler: OpSchedulerBase) -> Any: ...
 
     def lowered(self, scheduler: OpSchedulerBase) -> Any: ...
+
+    def watched(self, planned: Any, plan: Plan, on_task: Callable[[Task, str], None]) -> Any: ...
 
 
 class ScheduleContext:
@@ -100,7 +104,12 @@ class ScheduleContext:
         self.trials: Trials | None = None
         """For who chooses between schedulers: what each would plan, and how fast that is."""
         self.functions: dict[str, Callable[..., Any]] = {}
-        self._graph, self._has_batch, self._sizes = graph, has_batch, sizes
+        self.graph, self.sizes = graph, sizes
+        """The partitioned graph behind `ops`, and what its symbols stand for."""
+        self.note: Any = None
+        """Why it was decided so, for `fast.explain()`: anything that can be printed."""
+        self.later: Callable[[ScheduleContext], OpSchedulerBase] | None = None
+        self._graph, self._has_batch = graph, has_batch
         self._sequential = False
         self._tasks: list[Task] = []
         self._masks: list[int] = []
@@ -121,7 +130,7 @@ class ScheduleContext:
 
     @cached_property
     def _known(self) -> dict[sympy.Symbol, sympy.Integer]:
-        return {symbol: sympy.Integer(n) for symbol, n in {**self._graph.graph.hints, **self._sizes}.items()}
+        return {symbol: sympy.Integer(n) for symbol, n in {**self._graph.graph.hints, **self.sizes}.items()}
 
     @property
     def sms(self) -> int:
@@ -129,6 +138,37 @@ class ScheduleContext:
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).multi_processor_count
         return torch.get_num_threads()
+
+    def cost(self, item: OpItem | Op) -> float:
+        """How long it takes alone on this device, in seconds, as the cost model has it."""
+        op, rows = self._op_and_rows(item)
+        return self._costs.seconds(op, rows)
+
+    def uses(self, item: OpItem | Op) -> Mapping[str, float]:
+        """What it uses meanwhile, by resource ("compute", "memory", "link", ...): a fraction of what there is."""
+        op, rows = self._op_and_rows(item)
+        return self._costs.uses(op, rows)
+
+    def _op_and_rows(self, item: OpItem | Op) -> tuple[Op, int]:
+        if isinstance(item, Op):
+            return item, self.batch_size
+        return item.op, sum(self.micro_batches[m].size for m in item.micro_batches)
+
+    @cached_property
+    def _costs(self) -> Costs:
+        from dynaflow.tune.cost import Costs  # costs are of operators, which the tuner knows all about
+        from dynaflow.tune.device import device_for
+
+        return Costs(self._graph, device_for(self.device), sizes=self.sizes)
+
+    def decide_later(self, decide: Callable[[ScheduleContext], OpSchedulerBase]) -> None:
+        """For `choose`: what it returns holds until `decide`, in a thread of its own, has found something better."""
+        self.later = decide
+
+    @property
+    def has_batch(self) -> bool:
+        """The graph has a batch; whether it can be split is another question, and depends on the cuts."""
+        return self._has_batch
 
     @property
     def max_parts(self) -> int:

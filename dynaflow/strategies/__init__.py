@@ -20,6 +20,8 @@ CLASSES = {
     "comet": "Comet",
     "branches": "Branches",
     "prefetch": "Prefetch",
+    "searched": "Searched",
+    "auto": "Auto",
 }
 """By name, which is also the file's."""
 
@@ -39,6 +41,14 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
         raise ScheduleError(f"strategy {name!r}: {e}", advice=f"its options are {inspect.signature(kind)}") from None
     made: OpSchedulerBase = kind(**options)
     return made
+
+
+def named(scheduler: OpSchedulerBase | str) -> tuple[str, OpSchedulerBase]:
+    """A scheduler, or the strategy of that name, and what to call it."""
+    if isinstance(scheduler, str):
+        return scheduler, make(scheduler)
+    state = ", ".join(f"{k}={v!r}" for k, v in vars(scheduler).items() if not k.startswith("_"))
+    return f"{type(scheduler).__name__}({state})", scheduler
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,171 @@
+"""The command line: what a strategy would give for a model on a device, with neither at hand."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as e:
+    raise SystemExit(f"the command line needs {e.name}: pip install 'dynaflow[tune]'") from e
+
+from dynaflow.errors import DynaFlowError, ScheduleError
+
+app = typer.Typer(help="Programmable intra-device parallelism for PyTorch.", no_args_is_help=True)
+_out = Console()
+_shown = ("compute", "memory", "link", "sms")
+
+
+@app.callback()
+def _commands() -> None:
+    """Each command has its own --help."""
+
+
+@app.command()
+def simulate(
+    model: Annotated[str, typer.Option(help="A model's name; see `dynaflow list`.")] = "llama-3-8b",
+    device: Annotated[str, typer.Option(help="A device's name, such as h200 or b200x8.")] = "h200",
+    strategy: Annotated[str, typer.Option(help="A strategy's name, or module:Class.")] = "nanoflow",
+    option: Annotated[list[str] | None, typer.Option(help="Of the strategy: name=value.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 64,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens of each prompt; 0: one token is decoded.")] = 0,
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the one that is decoded.")] = 1024,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model's heads and widths.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="GPUs that share its experts.")] = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="Only the first ones: faster, and not scaled up.")] = None,
+    attention: Annotated[str, typer.Option(help="flash, as serving systems do it; sdpa, as transformers.")] = "flash",
+    link: Annotated[float | None, typer.Option(min=0, help="Another link: GB/s each way.")] = None,
+    cudagraph: Annotated[bool, typer.Option(help="The host launches all at once.")] = True,
+    draw: Annotated[bool, typer.Option(help="Draw the timeline.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline here, for Perfetto.")] = None,
+) -> None:
+    """The model in sequence and under a strategy: milliseconds of a call, and what limits it."""
+    from dynaflow.tune import shapes
+    from dynaflow.tune.cost import Costs
+    from dynaflow.tune.simulate import simulate as run
+
+    if attention not in ("flash", "sdpa"):
+        raise DynaFlowError(f"attention is no {attention!r}", advice="say flash or sdpa")
+    if tp > 1 and ep > 1:
+        raise DynaFlowError("a model is shared by tp or by ep, not both", advice="leave one of them at 1")
+    where = _device(device, max(tp, ep), link)
+    scheduler = _scheduler(strategy, option or [])
+    start = time.perf_counter()
+    built = shapes.build(model, tp=tp, ep=ep, layers=layers, attention=attention)  # type: ignore[arg-type]
+    situation = shapes.Situation(batch=batch, prompt=prompt, context=context)
+    graph, plan = shapes.capture(built, scheduler, shapes.inputs(built, situation))
+    captured = time.perf_counter()
+    costs = Costs(graph, where)
+    before = run(shapes.in_sequence(plan), graph, costs, where, cudagraph=cudagraph)
+    after = run(plan, graph, costs, where, cudagraph=cudagraph)
+    done = time.perf_counter()
+
+    what = f"{batch} prompts of {prompt}" if prompt else f"{batch} decoding after {context}"
+    shared = f", tp {tp}" if tp > 1 else f", ep {ep}" if ep > 1 else ""
+    part = f", only its first {layers} layers" if layers else ""
+    table = Table(title=f"{model}{part}{shared}: {what} tokens, on {where.name}", title_justify="left")
+    for column in ("", "ms", "speed-up", "limited by", *_shown):
+        table.add_column(column, justify="left" if column in ("", "limited by") else "right")
+    for name, found in (("sequence", before), (_named(strategy, plan.sequential), after)):
+        busy = [f"{found.busy[r]:.0%}" for r in _shown]
+        table.add_row(
+            name, f"{found.seconds * 1e3:.3f}", f"{before.seconds / found.seconds:.3f}", found.limit, *busy
+        )
+    _out.print(table)
+    guessed = sorted({op.name for op in graph.ops if costs.work(op, batch).guessed})
+    if guessed:
+        _out.print(f"known by its inputs and results only: {guessed[0]} (and {len(guessed) - 1} more)")
+    _out.print(f"captured in {captured - start:.1f} s, simulated in {(done - captured) * 1e3:.0f} ms", style="dim")
+    if draw:
+        _out.print(str(after), markup=False, highlight=False, soft_wrap=True)
+    if trace is not None:
+        trace.write_text(after.to_json())
+        _out.print(f"timeline in {trace}: open it at https://ui.perfetto.dev", style="dim")
+
+
+@app.command("list")
+def list_names() -> None:
+    """The models, devices and strategies that have a name."""
+    from dynaflow.strategies import CLASSES
+    from dynaflow.tune.device import DEVICES
+    from dynaflow.tune.shapes import MODELS
+
+    for what, names in (("models", MODELS), ("devices", DEVICES), ("strategies", CLASSES)):
+        _out.print(f"[bold]{what}[/bold]: {', '.join(names)}")
+
+
+def _named(strategy: str, sequential: bool) -> str:
+    return f"{strategy} (stays in sequence)" if sequential else strategy
+
+
+def _device(name: str, ranks: int, bandwidth: float | None) -> Any:
+    from dataclasses import replace
+
+    from dynaflow.tune.device import Link, device_named
+
+    found = device_named(name)
+    if ranks > 1 and found.ranks not in (1, ranks):
+        raise DynaFlowError(
+            f"{name} is {found.ranks} GPUs, the model is shared by {ranks}", advice=f"say {name.split('x')[0]}"
+        )
+    found = found.with_ranks(max(ranks, found.ranks))
+    if bandwidth is None:
+        return found
+    usual = found.link or Link(latency=20e-6, bandwidth=0.0)
+    return replace(found, link=replace(usual, bandwidth=bandwidth * 1e9), name=f"{found.name}, {bandwidth:g} GB/s")
+
+
+def _scheduler(strategy: str, options: list[str]) -> Any:
+    """A strategy by its name, or a class of the user's by where it is."""
+    from dynaflow.schedule.base import OpSchedulerBase
+    from dynaflow.strategies import make
+
+    given = dict(_option(text) for text in options)
+    if ":" not in strategy:
+        return make(strategy, **given)
+    module, _, name = strategy.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's own file is most likely here
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as e:
+        raise ScheduleError(f"no scheduler at {strategy!r}: {e}", advice="say module:Class, as in an import") from e
+    finally:
+        sys.path.remove(os.getcwd())
+    try:
+        made = kind(**given)
+    except TypeError as e:
+        raise ScheduleError(f"{strategy} can't be made: {e}", advice="pass what it takes by --option name=value") from e
+    if not isinstance(made, OpSchedulerBase):
+        raise ScheduleError(f"{strategy} is no scheduler", advice="name a subclass of dynaflow.OpSchedulerBase")
+    return made
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ScheduleError(f"--option {text!r}", advice="say name=value, such as parts=3")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):  # a word
+        return name, value
+
+
+def main() -> None:
+    """The `dynaflow` command."""
+    try:
+        app()
+    except DynaFlowError as e:
+        Console(stderr=True).print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

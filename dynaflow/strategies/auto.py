@@ -1,0 +1,41 @@
+"""Leaves each situation to the strategy that is measured to be fastest in it, and to sequence where none is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import dynaflow as df
+from dynaflow.strategies import named
+from dynaflow.tune.progress import progress_bar
+
+
+class Auto(df.OpSchedulerBase):
+    """`seconds`: for tuning each new situation; 0: the cost model alone decides. `when`: in the first call, or in the
+    background, with sequence until it is done. `most`: how many schedules are measured, of those that look best.
+    `among`: names or schedulers to choose from, if not all strategies. `progress`: says what it does meanwhile.
+    """
+
+    def __init__(
+        self,
+        seconds: float = 60.0,
+        when: Literal["first call", "background"] = "first call",
+        most: int = 4,
+        among: Sequence[str | df.OpSchedulerBase] | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.seconds, self.when, self.most, self.among, self.progress = seconds, when, most, among, progress
+
+    def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
+        if self.when == "background" and self.seconds:
+            ctx.decide_later(self._decide)
+            return df.Sequential()
+        return self._decide(ctx)
+
+    def _decide(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
+        from dynaflow.tune.tuner import Tuner  # which knows all strategies, this one too
+
+        among = None if self.among is None else [named(s) for s in self.among]
+        with progress_bar(self.seconds if self.progress else 0) as say:
+            chosen, ctx.note = Tuner(ctx, seconds=self.seconds, most=self.most, among=among, say=say).decide()
+        return chosen

@@ -1,0 +1,85 @@
+"""Overlap inside layers: what sends, and what computes for it, runs in chunks; all else runs once for all of them.
+
+Expert layers: while the tokens of one chunk are on their way to their experts, or back, the experts compute for
+another. Row-parallel layers: while the result of one chunk is summed over the ranks, by all-reduce or reduce-scatter,
+the next chunk is multiplied. Matrix products outside of these keep the size of the whole batch, at which they are
+fastest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import dynaflow as df
+
+GEMMS = re.compile(
+    r"^(?!.*experts)(.*\.)?(o_proj|out_proj|c_proj|down_proj|linear_proj|linear_fc2|fc2|dense|dense_4h_to_h|wo|w2)$"
+)
+"""Row-parallel layers, as models call them. Only those whose result goes straight to a collective run in chunks."""
+
+
+class Comet(df.OpSchedulerBase):
+    """`experts`: a glob on module paths; `gemms`: a pattern on those of row-parallel layers; None leaves either alone.
+    `collectives`: a glob on the calls that use the link. `min_rows`: smaller chunks are not worth it.
+    """
+
+    def __init__(
+        self,
+        parts: int = 4,
+        min_rows: int = 1,
+        experts: str | None = "*.experts",
+        gemms: str | re.Pattern[str] | None = GEMMS,
+        collectives: str = "_c10d_functional*",
+    ) -> None:
+        self.parts, self.min_rows = parts, min_rows
+        self.experts, self.gemms, self.collectives = experts, gemms, collectives
+
+    def partition(self) -> list[df.SplitFunc | df.SplitModule]:
+        rules: list[df.SplitFunc | df.SplitModule] = [df.SplitFunc(self.collectives, tag="network", optional=True)]
+        if self.gemms is not None:
+            rules.append(df.SplitModule(self.gemms, tag="gemm", optional=True))
+        if self.experts is not None:
+            # Tokens are sorted by expert inside, and back again: row by row, though it can't be seen.
+            rules.append(df.SplitModule(self.experts, tag="experts", splittable=True, optional=True))
+        return rules
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)
+        chunked = in_chunks(ctx.ops)
+        if parts < 2 or not chunked:
+            return ctx.sequential()
+        ctx.split(parts)
+        links = {op.index for op in ctx.ops if "network" in op.tags}
+
+        def urgency(item: df.OpItem) -> tuple[bool, bool, int, int]:
+            """What sends goes first; what waits for the link last, so that something runs beside it."""
+            waits = not links.isdisjoint(item.op.after)
+            return item.op.index not in links, waits, item.micro_batch.index, item.op.index
+
+        while ready := ctx.get_ready_ops():
+            able = [item for item in ready if item.op in chunked or {*ready}.issuperset(ctx.items(item.op))]
+            item = min(able, key=urgency)
+            lane = "network" if item.op.index in links or item.op.groups else "compute"
+            ctx.execute(item if item.op in chunked else ctx.items(item.op), lane=lane)
+
+
+def in_chunks(ops: Sequence[df.Op]) -> set[df.Op]:
+    """The operators that run a chunk at a time; none if nothing would be sent meanwhile."""
+    before: dict[df.Op, set[df.Op]] = {}
+    for op in ops:
+        before[op] = {a for direct in op.after for a in (ops[direct], *before[ops[direct]])}
+    links = [op for op in ops if "network" in op.tags and op.splittable]
+    sent = {ops[a] for link in links for a in link.after}
+    found = {op for op in sent if "gemm" in op.tags and op.splittable}
+    exchanges = [op for op in links if any("all_to_all" in name for name in op.functions)]
+    for experts in (op for op in ops if "experts" in op.tags):
+        found.add(experts)
+        # Between the way there and the experts, or the experts and the way back, may be more: a copy, a permutation.
+        there = [op for op in exchanges if op in before[experts]][-1:]
+        back = [op for op in exchanges if experts in before[op]][:1]
+        for first, last in [(op, experts) for op in there] + [(experts, op) for op in back]:
+            found |= {op for op in before[last] if first in before[op] and op.splittable}
+    used = {ops[a] for op in found for a in op.after}
+    with_link = {link for link in links if link in used or not found.isdisjoint(ops[a] for a in link.after)}
+    return found | with_link if with_link else set()

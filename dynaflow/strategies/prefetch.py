@@ -1,0 +1,130 @@
+"""What lives in host memory comes by the copy engine, some operators ahead of its use, and is gone after it.
+
+A model larger than the device's memory then runs as fast as it computes or as fast as its weights are copied,
+whichever takes longer. `df.offload(model, device)` puts the weights into host memory; anything else that a model
+fetches by `torch.ops.dynaflow.fetch`, a cache or an activation, is treated alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import dynaflow as df
+
+FETCH = "fetch"
+
+
+class Prefetch(df.OpSchedulerBase):
+    """Fetches on a lane of their own, `ahead` operators before the one that uses them; the rest as `inner` says.
+
+    Memory is that of `ahead` + 1 operators' weights: each fetch waits until an earlier operator is done with its own.
+    `inner` sees the graph without fetches; its own `key` is not asked. None: all in order, on one lane.
+    """
+
+    def __init__(self, inner: df.OpSchedulerBase | None = None, ahead: int = 1) -> None:
+        if ahead < 0:
+            raise df.ScheduleError(f"Prefetch(ahead={ahead}): fetched after its use", advice="pass 0 or more")
+        self.inner, self.ahead = inner or df.Sequential(), ahead
+
+    def partition(self) -> list[df.SplitFunc | df.SplitModule]:
+        return [*self.inner.partition(), df.SplitFunc(torch.ops.dynaflow.fetch, tag=FETCH, optional=True)]
+
+    def schedule(self, ctx: df.ScheduleContext) -> Any:
+        if not any(FETCH in op.tags for op in ctx.ops):
+            return self.inner.schedule(ctx)
+        rest: Any = _WithoutFetches(ctx, self.ahead)
+        return self.inner.schedule(rest)
+
+    def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
+        chosen = self.inner.choose(ctx)
+        return self if chosen is self.inner else Prefetch(chosen, self.ahead)
+
+    def bucket(self, batch_size: int) -> int:
+        return self.inner.bucket(batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Load:
+    """What is fetched for one operator, and who uses it: that operator and, seldom, later ones."""
+
+    fetches: list[df.Op] = field(default_factory=list)
+    users: list[df.Op] = field(default_factory=list)
+
+
+class _WithoutFetches:
+    """The context as the inner scheduler sees it: fetches are not there, and are issued when their turn comes."""
+
+    def __init__(self, ctx: df.ScheduleContext, ahead: int) -> None:
+        self._ctx, self._ahead = ctx, ahead
+        self.ops = tuple(op for op in ctx.ops if FETCH not in op.tags)
+        self._left: dict[int, set[int]] = {}  # operator -> micro-batches for which it has not been executed
+        self._begun: set[int] = set()  # operators that have been executed for some micro-batch
+        self._held: list[_Load] = []  # issued, and no later fetch waits for the end of its use
+        loads: dict[int, _Load] = {}
+        for fetch in (op for op in ctx.ops if FETCH in op.tags):
+            users = [op for op in self.ops if fetch.index in op.after]
+            load = loads.setdefault(users[0].index if users else fetch.index, _Load())
+            load.fetches.append(fetch)
+            load.users.extend(op for op in users if op not in load.users)
+        self._todo = [loads[first] for first in sorted(loads)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def get_ready_ops(self) -> list[df.OpItem]:
+        self._fetch_ahead()
+        ready = [item for item in self._ctx.get_ready_ops() if FETCH not in item.tags]
+        unused = [load for load in self._held if not self._is_begun(load)]
+        if not self._todo or len(unused) > self._ahead:
+            return ready
+        # If one micro-batch ran on to what was fetched ahead, the next fetch would wait for the others.
+        return [item for item in ready if not any(item.op in load.users for load in unused)] or ready
+
+    def execute(self, ops: df.OpItem | Sequence[df.OpItem], *args: Any, **kwargs: Any) -> None:
+        self._fetch_ahead()
+        items = list(ops) if isinstance(ops, Sequence) else [ops]
+        for load in [load for load in self._todo if any(item.op in load.users for item in items)]:
+            self._fetch(load)  # out of turn: it is used now
+        self._ctx.execute(ops, *args, **kwargs)
+        for item in items:
+            self._begun.add(item.op.index)
+            self._left[item.op.index].difference_update(item.micro_batches)
+        self._fetch_ahead()
+
+    def sequential(self) -> None:
+        while ops := self.get_ready_ops():
+            self.execute(ops[0])
+
+    def _fetch_ahead(self) -> None:
+        """Issues the next fetches for which there is room; those of the model's next operator in any case."""
+        if not self._left:  # by now the batch is split
+            self._left = {op.index: {m for i in self._ctx.items(op) for m in i.micro_batches} for op in self.ops}
+        following = next((op for op in self.ops if self._left[op.index]), None)
+        while self._todo and all(self._is_done(a) for fetch in self._todo[0].fetches for a in fetch.after):
+            room = len(self._held) <= self._ahead or any(map(self._is_over, self._held))
+            if not room and following not in self._todo[0].users:
+                break
+            self._fetch(self._todo[0])
+
+    def _fetch(self, load: _Load) -> None:
+        """On the copy lane, and so late that no more than `ahead` others are in memory."""
+        over = [held for held in self._held if self._is_over(held)][: max(0, len(self._held) - self._ahead)]
+        last = [item for held in over for user in held.users for item in self._ctx.items(user)]
+        for fetch in load.fetches:
+            for item in self._ctx.items(fetch):
+                self._ctx.execute(item, lane="copy", after=last)
+        self._held = [*(held for held in self._held if held not in over), load]
+        self._todo.remove(load)
+
+    def _is_done(self, op: int) -> bool:
+        return not self._left.get(op)
+
+    def _is_over(self, load: _Load) -> bool:
+        return all(self._is_done(user.index) for user in load.users)
+
+    def _is_begun(self, load: _Load) -> bool:
+        return any(user.index in self._begun for user in load.users)

@@ -1,0 +1,43 @@
+"""The schedules that a tuner tries: all strategies, with the options that make a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.strategies import make
+
+FETCH = "fetch"
+"""The call that brings a weight from the host, in a model with weights there."""
+
+
+def candidates(ctx: ScheduleContext) -> Iterator[tuple[str, OpSchedulerBase]]:
+    """Each with a name that says what it is. Those that have nothing to do in this model plan a sequence."""
+    offloaded = any(FETCH in op.functions for op in ctx.ops)
+    if offloaded:
+        yield "prefetch()", make("prefetch")
+    for name, options in _options(ctx):
+        shown = f"{name}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+        scheduler = make(name, **options)
+        yield (f"prefetch({shown})", make("prefetch", inner=scheduler)) if offloaded else (shown, scheduler)
+
+
+def _options(ctx: ScheduleContext) -> Iterator[tuple[str, dict[str, Any]]]:
+    for lanes in (2, 4):
+        yield "branches", {"lanes": lanes}
+    parts = [n for n in (2, 3, 4) if ctx.has_batch and n <= ctx.batch_size]
+    for n in parts:
+        if any(op.groups for op in ctx.ops):
+            yield "comm_overlap", {"parts": n}
+            yield "token_weave", {"parts": n}
+            yield "comet", {"parts": n}
+        if n < 4:
+            yield "dual_batch", {"parts": n}
+            yield "nanoflow", {"parts": n}
+    if parts and ctx.device.type == "cuda":
+        for share in (0.25, 0.5):
+            yield "nanoflow", {"parts": 2, "sms": int(ctx.sms * share) // 8 * 8}
+    if parts:
+        yield "searched", {"parts": 2}

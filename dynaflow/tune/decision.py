@@ -1,0 +1,62 @@
+"""What a tuner decided for one situation, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from dynaflow.tune.measure import Timing
+
+SEQUENCE = "sequential"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One schedule."""
+
+    name: str
+    predicted: float | None = None
+    """Seconds, by the simulator."""
+    limit: str = ""
+    """What holds it up, by the simulator."""
+    measured: Timing | None = None
+    problem: str = ""
+    """Why it was not tried further."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The choice and all that it was chosen from, sequence first."""
+
+    chosen: str
+    why: str
+    tried: tuple[Tried, ...]
+    seconds: float = 0.0
+    """That tuning took."""
+
+    def __str__(self) -> str:
+        lines = [f"chosen: {self.chosen} ({self.why}; {len(self.tried)} schedules in {self.seconds:.1f} s)"]
+        width = max(len(t.name) for t in self.tried)
+        lines.append(f"  {'schedule':<{width}}  predicted   measured   against sequence   limited by")
+        for t in self.tried:
+            predicted = f"{t.predicted * 1e3:.3f} ms" if t.predicted is not None else ""
+            measured = f"{t.measured.seconds * 1e3:.3f} ms" if t.measured else ""
+            against = (
+                f"{1 / t.measured.ratio:.3f}x ({1 / t.measured.high:.2f}-{1 / t.measured.low:.2f})"
+                if t.measured
+                else ""
+            )
+            mark = "*" if t.name == self.chosen else " "
+            lines.append(
+                f"{mark} {t.name:<{width}} {predicted:>10} {measured:>10}   {against:<18} {t.problem or t.limit}"
+            )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Decision:
+        data = json.loads(text)
+        tried = [Tried(**{**t, "measured": Timing(**t["measured"]) if t["measured"] else None}) for t in data["tried"]]
+        return Decision(**{**data, "tried": tuple(tried)})

@@ -1,0 +1,223 @@
+"""Devices as numbers: what a simulation needs to know of a GPU, of its links and of the host that feeds it.
+
+Peaks are the vendor's; the fractions of them that kernels reach, and all times, are measured: those of the H200 here
+(with Inductor's kernels and cuBLAS), those of the others taken over from it where nothing better is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import MappingProxyType
+
+import torch
+
+from dynaflow.errors import DynaFlowError, nearest
+
+TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins the GPUs of a node."""
+
+    latency: float
+    """Seconds that a collective takes however small it is."""
+    bandwidth: float
+    """Bytes a second that one GPU sends, and as many that it gets, in a collective of many bytes."""
+    sms: int = 16
+    """SMs that a collective's kernel holds meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU, or one of several that work as one. Times are in seconds, sizes in bytes."""
+
+    name: str
+    sms: int
+    peak_flops: Mapping[str, float]
+    """Dense, by dtype, as published."""
+    peak_bandwidth: float
+    memory: float
+    matmul: float = 0.78
+    """Of the peak: what a large matrix product reaches in a model, where the card heats up."""
+    attention: float = 0.45
+    """Of what a product reaches: fused attention."""
+    masked_attention: float = 0.30
+    """The same with a mask, which takes another kernel."""
+    convolution: float = 0.6
+    bandwidth: float = 0.87
+    """Of the peak: what a large loop reaches."""
+    to_host: float
+    """Bytes a second, as reached; both directions work at once."""
+    from_host: float
+    copy_latency: float = 8 * MICRO
+    kernel: float = 3.7 * MICRO
+    """How long a kernel takes at least, in the middle of others on its stream."""
+    wait: float = 2 * MICRO
+    """From the end of a task to the start of one on another lane that waited for it."""
+    host_call: float = 500 * MICRO
+    """Time on the host: of a call as a whole, of each task, of each kernel that is launched by itself."""
+    host_task: float = 18 * MICRO
+    host_kernel: float = 15 * MICRO
+    graph_launch: float = 12 * MICRO
+    """From the launch of a CUDA graph to its first kernel."""
+    share_kept: tuple[tuple[float, float], ...] = (
+        (0.0, 0.0), (0.121, 0.24), (0.242, 0.47), (0.364, 0.69), (0.485, 0.89), (0.606, 0.96), (1.0, 1.0),
+    )  # fmt: skip
+    """(share of the SMs, speed that is left) of kernels bound by memory, which saturates early."""
+    matmul_share: float = 0.75
+    """A product on a part of the SMs loses more than the part: its tiling is made for all of them. What is left."""
+    memory_power: float = 0.95
+    """What a loop at full bandwidth draws of the power that a product at full speed draws. The card allows the sum of
+    both no more than one product: so two kernels that use different units gain little from running side by side."""
+    crowding: float = 2.0
+    """How much more than the SMs that a collective holds a product beside it loses: 116 of the H200's 132 SMs leave
+    0.66 of a product's speed, three times as much as they are fewer; libraries that give way lose less."""
+    copy_drag: float = 0.02
+    """What a copy to or from the host, or a transfer over the link, takes of the same."""
+    link: Link | None = None
+    ranks: int = 1
+    """How many such GPUs work together."""
+    dtype_defaults: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({"float32": "tf32"}))
+    """Which peak counts for a dtype that has none of its own."""
+
+    def flops(self, dtype: str) -> float:
+        """What a large product of this dtype reaches, a second."""
+        peaks = self.peak_flops
+        found = peaks.get(dtype) or peaks.get(self.dtype_defaults.get(dtype, "")) or peaks["float32"]
+        return found * self.matmul
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.peak_bandwidth * self.bandwidth
+
+    def memory_speed(self, share: float) -> float:
+        """Of full bandwidth: what is left when a kernel has a share of the SMs."""
+        points = self.share_kept
+        if share >= 1.0:
+            return 1.0
+        for (a, low), (b, high) in pairwise(points):
+            if share <= b:
+                return low + (high - low) * (share - a) / (b - a)
+        return 1.0
+
+    def with_ranks(self, ranks: int) -> Device:
+        """One of `ranks` of this GPU in a node."""
+        name = re.sub(r"x\d+$", "", self.name) + (f"x{ranks}" if ranks > 1 else "")
+        return replace(self, name=name, ranks=ranks)
+
+
+def _peaks(bf16: float, tf32: float, fp32: float, fp8: float | None = None) -> Mapping[str, float]:
+    found = {"bfloat16": bf16, "float16": bf16, "tf32": tf32, "float32": fp32}
+    if fp8 is not None:
+        found |= {"float8_e4m3fn": fp8, "float8_e5m2": fp8}
+    return MappingProxyType({k: v * TERA for k, v in found.items()})
+
+
+# NVIDIA A100 80GB SXM datasheet: 312 TFLOP/s bf16, 156 tf32, 19.5 fp32; 2039 GB/s; NVLink 600 GB/s in both
+# directions; PCIe Gen4 64 GB/s in both. 108 SMs (A100 architecture whitepaper).
+A100 = Device(
+    name="a100",
+    sms=108,
+    peak_flops=_peaks(312, 156, 19.5),
+    peak_bandwidth=2.039 * TERA,
+    memory=80 * GIGA,
+    matmul=0.83,
+    attention=0.7,  # the kernels that torch has were made for this card
+    masked_attention=0.5,
+    to_host=25 * GIGA,
+    from_host=25 * GIGA,
+    link=Link(latency=20 * MICRO, bandwidth=235 * GIGA),
+)
+
+# NVIDIA H100 SXM datasheet: 1979 TFLOP/s bf16 with sparsity, so 989 dense; 494 tf32, 67 fp32, 1979 fp8 dense;
+# 3.35 TB/s; 80 GB; NVLink 900 GB/s in both directions; PCIe Gen5 128 GB/s in both. 132 SMs (H100 whitepaper).
+H100 = Device(
+    name="h100",
+    sms=132,
+    peak_flops=_peaks(989, 494, 67, 1979),
+    peak_bandwidth=3.35 * TERA,
+    memory=80 * GIGA,
+    matmul=0.72,  # as the H200, which has the same chip, at its lower memory's share of the power
+    to_host=54 * GIGA,
+    from_host=54 * GIGA,
+    link=Link(latency=18 * MICRO, bandwidth=380 * GIGA),
+)
+
+# NVIDIA H200 SXM datasheet: the H100's chip; 4.8 TB/s; 141 GB; the same links. Measured: products 790 TFLOP/s alone
+# and 730-770 in a model, loops 4.2-4.4 TB/s, PCIe 54-55 GB/s each way.
+H200 = replace(H100, name="h200", peak_bandwidth=4.8 * TERA, memory=141 * GIGA, matmul=0.75)
+
+# NVIDIA DGX B200 datasheet, by GPU: 4.5 PFLOP/s bf16 and 9 fp8 with sparsity, so 2.25 and 4.5 dense; 8 TB/s (64 in
+# all); 180 GB (1440 in all); NVLink 1.8 TB/s in both directions (14.4 in all); PCIe Gen5. 148 SMs.
+B200 = Device(
+    name="b200",
+    sms=148,
+    peak_flops=_peaks(2250, 1125, 75, 4500),
+    peak_bandwidth=8.0 * TERA,
+    memory=180 * GIGA,
+    matmul=0.72,
+    to_host=54 * GIGA,
+    from_host=54 * GIGA,
+    link=Link(latency=15 * MICRO, bandwidth=760 * GIGA),
+)
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {d.name: d for one in (A100, H100, H200, B200) for d in (one, one.with_ranks(8))}
+)
+
+
+def device_named(name: str, ranks: int | None = None) -> Device:
+    """By name: "h200"; or "b200x8", one of eight in a node."""
+    found = re.fullmatch(r"(.+?)(?:x(\d+))?", name.strip().lower())
+    base = DEVICES.get(found[1]) if found else None
+    if base is None or found is None:
+        close = nearest(name, list(DEVICES), 8)
+        raise DynaFlowError(f"no device is named {name!r}", advice=f"there are {', '.join(close)}")
+    return base.with_ranks(ranks or int(found[2] or 1))
+
+
+def device_for(device: torch.device) -> Device:
+    """The model of a device at hand: by its name on CUDA, roughly measured by its threads on a CPU."""
+    if device.type != "cuda":
+        return _cpu(torch.get_num_threads())
+    properties = torch.cuda.get_device_properties(device)
+    known = re.search(r"[abh]\d00", properties.name.lower())
+    base = DEVICES.get(known[0] if known else "", H100)
+    # An unlisted card, or another form of a listed one: its size counts, what a part of it does is taken over.
+    scale = properties.multi_processor_count / base.sms
+    return replace(
+        base,
+        name=base.name if known else properties.name,
+        sms=properties.multi_processor_count,
+        peak_flops={k: v * scale for k, v in base.peak_flops.items()},
+        memory=properties.total_memory,
+    )
+
+
+def _cpu(threads: int) -> Device:
+    """Some 50 GFLOP/s a core in float32 and 10 GB/s a core up to what a socket has. "SMs" are threads."""
+    flops = 50 * GIGA * threads
+    return Device(
+        name="cpu",
+        sms=threads,
+        peak_flops=MappingProxyType({"float32": flops, "bfloat16": flops, "float16": flops / 4}),
+        peak_bandwidth=min(10 * GIGA * threads, 200 * GIGA),
+        memory=16 * GIGA,
+        attention=0.5,
+        masked_attention=0.5,
+        to_host=10 * GIGA,
+        from_host=10 * GIGA,
+        kernel=1 * MICRO,
+        host_call=100 * MICRO,
+        host_task=5 * MICRO,
+        host_kernel=0.0,  # the caller's thread does the work itself
+        share_kept=((0.0, 0.0), (1.0, 1.0)),
+        matmul_share=1.0,
+        memory_power=0.0,
+        copy_drag=0.0,
+        dtype_defaults=MappingProxyType({}),
+    )

@@ -1,0 +1,45 @@
+"""Why a model runs as it does: the plan, what it would take by the cost model, and what the tuner found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dynaflow.capture.ops import OpGraph
+from dynaflow.schedule.plan import Plan
+from dynaflow.tune.cost import Costs
+from dynaflow.tune.device import device_for
+from dynaflow.tune.simulate import simulate
+from dynaflow.tune.simulation import Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    plan: Plan
+    decision: Any
+    """What the scheduler says about its choice; from `auto`, a Decision."""
+    simulation: Simulation | None
+    refusals: tuple[tuple[str, str], ...]
+    """Operators that run whole, and why."""
+
+    @staticmethod
+    def of(plan: Plan, graph: OpGraph, decision: Any) -> Explanation:
+        device = device_for(graph.graph.device)
+        try:
+            simulation = simulate(plan, graph, Costs(graph, device), device)
+        except Exception:  # a prediction is a help, and never a duty
+            simulation = None
+        refusals = tuple((op.name, op.refusal) for op in graph.ops if op.refusal is not None)
+        return Explanation(plan=plan, decision=decision, simulation=simulation, refusals=refusals)
+
+    def __str__(self) -> str:
+        parts = [str(self.decision)] if self.decision is not None else []
+        lanes = ", ".join(map(str, self.plan.lanes))
+        what = f"{len(self.plan.tasks)} tasks on lanes {lanes}" if self.plan.tasks else "the uncut graph, in sequence"
+        sizes = ", ".join(str(m.size) for m in self.plan.micro_batches)
+        parts.append(f"batch of {self.plan.batch_size} as [{sizes}]: {what}")
+        if self.simulation is not None:
+            parts.append(f"by the cost model: {self.simulation}")
+        if self.plan.tasks:
+            parts += [f"runs whole: {name}, since {why}" for name, why in self.refusals]
+        return "\n".join(parts)

@@ -1,0 +1,126 @@
+"""In which order, and on which lanes, to run what there is to run: as CP-SAT solves it.
+
+Every item is an interval. Items of one lane don't overlap; an item starts when those that it reads from have ended;
+what all running items use of a resource is at most what there is. The end of the last is to be as early as possible.
+List scheduling, by longest path, gives the solver something to start from, and the answer when time runs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+SCALE = 1000
+"""Parts of a resource: CP-SAT counts in whole numbers."""
+STEPS = 20000
+"""Into how many ticks the whole of it is divided."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """An item to be placed."""
+
+    key: Hashable
+    seconds: float
+    lane: str
+    after: tuple[int, ...]
+    """Pieces, by position, that come before it."""
+    uses: Mapping[str, float]
+    """Resource -> the fraction that it uses while it runs."""
+
+
+def list_schedule(pieces: Sequence[Piece]) -> list[float]:
+    """When each starts: of those that could, always the one with the longest way to go."""
+    way = _longest_way(pieces)
+    missing = [len(p.after) for p in pieces]
+    users = _users(pieces)
+    ready = [i for i, n in enumerate(missing) if not n]
+    free: dict[str, float] = {}
+    start = [0.0] * len(pieces)
+    end = [0.0] * len(pieces)
+    while ready:
+
+        def begins(i: int) -> float:
+            return max([free.get(pieces[i].lane, 0.0), *(end[a] for a in pieces[i].after)])
+
+        i = min(ready, key=lambda i: (begins(i), -way[i], i))
+        ready.remove(i)
+        start[i] = begins(i)
+        end[i] = free[pieces[i].lane] = start[i] + pieces[i].seconds
+        for u in users[i]:
+            missing[u] -= 1
+            if not missing[u]:
+                ready.append(u)
+    return start
+
+
+def solve(pieces: Sequence[Piece], seconds: float) -> list[float]:
+    """When each starts. List scheduling's answer if OR-Tools is not there, or finds nothing better in time."""
+    first = list_schedule(pieces)
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        return first
+    horizon = max(s + p.seconds for s, p in zip(first, pieces, strict=True))
+    tick = horizon / STEPS
+    model = cp_model.CpModel()
+    lengths = [max(1, round(p.seconds / tick)) for p in pieces]
+    most = sum(lengths)
+    starts = [model.new_int_var(0, most, "") for _ in pieces]
+    spans = [model.new_fixed_size_interval_var(s, n, "") for s, n in zip(starts, lengths, strict=True)]
+    end = model.new_int_var(0, most, "end")
+    for i, piece in enumerate(pieces):
+        model.add(starts[i] + lengths[i] <= end)
+        for a in piece.after:
+            model.add(starts[i] >= starts[a] + lengths[a])
+    for lane in {p.lane for p in pieces}:
+        model.add_no_overlap([spans[i] for i, p in enumerate(pieces) if p.lane == lane])
+    for resource in {name for p in pieces for name in p.uses}:
+        needs = [min(SCALE, round(p.uses.get(resource, 0.0) * SCALE)) for p in pieces]
+        model.add_cumulative(spans, needs, SCALE)
+    model.minimize(end)
+    for variable, at in zip(starts, _fitting(pieces, lengths, first), strict=True):
+        model.add_hint(variable, at)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1  # the same answer on every rank
+    solver.parameters.random_seed = 0
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return first
+    return [solver.value(s) * tick for s in starts]
+
+
+def _fitting(pieces: Sequence[Piece], lengths: Sequence[int], first: Sequence[float]) -> list[int]:
+    """The list schedule in ticks, with no resource overdrawn: an item waits until there is enough."""
+    placed: list[tuple[int, int, Mapping[str, float]]] = []
+    start = [0] * len(pieces)
+    free: dict[str, int] = {}
+    for i in sorted(range(len(pieces)), key=lambda i: (first[i], i)):
+        piece = pieces[i]
+        at = max([free.get(piece.lane, 0), *(start[a] + lengths[a] for a in piece.after)])
+        for moment in sorted({at, *(end for _, end, _ in placed if end > at)}):
+            running = [u for a, b, u in placed if a < moment + lengths[i] and b > moment]
+            if all(sum(u.get(r, 0.0) for u in running) + n <= 1.0 for r, n in piece.uses.items() if n):
+                at = moment
+                break
+        start[i], free[piece.lane] = at, at + lengths[i]
+        placed = [p for p in placed if p[1] > at - max(lengths)] + [(at, at + lengths[i], piece.uses)]
+    return start
+
+
+def _users(pieces: Sequence[Piece]) -> list[list[int]]:
+    users: list[list[int]] = [[] for _ in pieces]
+    for i, piece in enumerate(pieces):
+        for a in piece.after:
+            users[a].append(i)
+    return users
+
+
+def _longest_way(pieces: Sequence[Piece]) -> list[float]:
+    """From the start of each to the end of all. Pieces are given in an order that respects `after`."""
+    users = _users(pieces)
+    way = [0.0] * len(pieces)
+    for i in reversed(range(len(pieces))):
+        way[i] = pieces[i].seconds + max((way[u] for u in users[i]), default=0.0)
+    return way

@@ -1,0 +1,278 @@
+"""What a plan would do on a device: a timeline, without the device.
+
+The host issues tasks in the plan's order. Each lane runs its own one after the other; a task starts when it was
+issued, its lane is free and the tasks that it waits for have ended. Tasks that run at the same time share what the
+device has: each gets what it would use alone, as long as there is enough; of what there is too little of, all get the
+same fraction (or less, if less will do), more urgent lanes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynaflow.capture.ops import OpGraph
+from dynaflow.errors import PlanError
+from dynaflow.schedule.plan import Item, Plan, Task
+from dynaflow.tune.cost import RESOURCES, Costs, Phase
+from dynaflow.tune.device import Device
+from dynaflow.tune.simulation import Load, Simulation, TaskSpan
+
+SMS = RESOURCES.index("sms")
+ENOUGH = 1e-12
+"""Work that is as good as done, in seconds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """A task on its way."""
+
+    index: int
+    name: str
+    lane: str
+    after: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    issued: float = 0.0
+    """When the host has launched its first kernel, and its last."""
+    issued_all: float = 0.0
+    start: float = math.inf
+    end: float = math.inf
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lane:
+    """A stream: what it has to run, and how far it is."""
+
+    pool: int
+    """Which part of the SMs it runs on."""
+    priority: int
+    jobs: list[_Job] = field(default_factory=list)
+    at: int = 0
+    phase: int = 0
+    left: float = 0.0
+    """Seconds of work, alone on the device, in the current phase."""
+    running: bool = False
+
+
+def simulate(plan: Plan, graph: OpGraph, costs: Costs, device: Device, *, cudagraph: bool = False) -> Simulation:
+    """The plan's timeline. With `cudagraph` the host launches it all at once."""
+    sms, pools = _shares(plan, device)
+    jobs = _sequence(plan, graph, costs) if plan.sequential else _jobs(plan, graph, costs, sms)
+    host = _issue(plan, graph, costs, jobs, device, cudagraph)
+    lanes = {lane.name: _Lane(pool=pools[lane.name], priority=lane.priority) for lane in plan.lanes}
+    for job in jobs:
+        lanes.setdefault(job.lane, _Lane(pool=0, priority=0)).jobs.append(job)
+    loads = _run(list(lanes.values()), jobs, device)
+    spans = tuple(TaskSpan(j.index, j.name, j.lane, j.start, j.end) for j in jobs)
+    seconds = max([host, *(s.end for s in spans)])
+    sizes = {pools[lane.name]: sms[lane.name] or device.sms for lane in plan.lanes}
+    return Simulation(
+        plan=plan,
+        device=device.name,
+        seconds=seconds,
+        spans=spans,
+        loads=_weighted(loads, sizes, device.sms),
+        host=host,
+    )
+
+
+def rows_of(plan: Plan, graph: OpGraph, item: Item) -> int:
+    """How many rows of the batch the item is for."""
+    op = graph.by_name[item.op]
+    return sum(plan.micro_batches[m].size for m in item.micro_batches) if op.splittable else plan.batch_size
+
+
+# What there is to do
+
+
+def _jobs(plan: Plan, graph: OpGraph, costs: Costs, sms: dict[str, int | None]) -> list[_Job]:
+    jobs = []
+    for i, task in enumerate(plan.tasks):
+        phases = _phases(plan, graph, costs, task, sms[task.lane])
+        jobs.append(_Job(index=i, name=str(task), lane=task.lane, after=task.after, phases=phases))
+    return jobs
+
+
+def _phases(plan: Plan, graph: OpGraph, costs: Costs, task: Task, sms: int | None) -> tuple[Phase, ...]:
+    missing = next((item.op for item in task.items if item.op not in graph.by_name), None)
+    if missing is not None:
+        raise PlanError(f"the plan has an operator {missing!r}, the graph has none", op=missing,
+                        advice="simulate a plan with the graph that it was made for")  # fmt: skip
+    found = [p for i in task.items for p in costs.phases(graph.by_name[i.op], rows_of(plan, graph, i), sms)]
+    measured = costs.function(task.replace, rows_of(plan, graph, task.items[0]), sms) if task.replace else None
+    if measured is None:
+        return tuple(found)
+    estimated = math.fsum(p.seconds for p in found)
+    return tuple(Phase(p.seconds * measured / estimated, p.uses) for p in found)
+
+
+def _sequence(plan: Plan, graph: OpGraph, costs: Costs) -> list[_Job]:
+    """The uncut graph: its operators one after the other."""
+    rows = plan.batch_size
+    return [
+        _Job(index=i, name=op.name, lane="main", after=(), phases=costs.phases(op, rows))
+        for i, op in enumerate(graph.ops)
+    ]
+
+
+def _shares(plan: Plan, device: Device) -> tuple[dict[str, int | None], dict[str, int]]:
+    """Of each lane: the SMs it runs on (None: all), and a number for that part of the device."""
+    if not plan.partitioned:
+        return {lane.name: None for lane in plan.lanes}, {lane.name: 0 for lane in plan.lanes}
+    taken = sum(lane.sms or 0 for lane in plan.lanes)
+    rest = device.sms - taken
+    others = [lane for lane in plan.lanes if lane.sms is None]
+    if rest < 0 or (others and rest < 1):
+        raise PlanError(
+            f"lanes take {taken} SMs, of {device.sms} that {device.name} has",
+            advice="give the lanes smaller shares, or simulate a larger device",
+        )
+    sms = {lane.name: lane.sms or rest for lane in plan.lanes}
+    pools = {lane.name: n if lane.sms else 0 for n, lane in enumerate(plan.lanes, 1)}
+    return dict(sms), pools
+
+
+def _issue(plan: Plan, graph: OpGraph, costs: Costs, jobs: list[_Job], device: Device, cudagraph: bool) -> float:
+    """When the host issues each job, and when it is done with all."""
+    clock = device.graph_launch if cudagraph else device.host_call
+    for job in jobs:
+        job.issued = job.issued_all = clock
+        if cudagraph:
+            continue
+        if plan.sequential:
+            kernels = costs.kernels(graph.ops[job.index], plan.batch_size)
+        else:
+            clock += device.host_task
+            items = plan.tasks[job.index].items
+            kernels = sum(costs.kernels(graph.by_name[i.op], rows_of(plan, graph, i)) for i in items)
+        job.issued = clock + device.host_kernel * min(kernels, 1)
+        clock += device.host_kernel * kernels
+        job.issued_all = clock
+    return clock
+
+
+# The run
+
+
+def _run(lanes: list[_Lane], jobs: list[_Job], device: Device) -> list[tuple[float, float, dict[int, float]]]:
+    """Sets the start and end of each job. Returns (from, to, what was in use): see `_rates` for the numbers."""
+    now = 0.0
+    loads: list[tuple[float, float, dict[int, float]]] = []
+    known: dict[tuple[tuple[int, int], ...], tuple[list[float], dict[int, float]]] = {}
+    while True:
+        wake = _start(lanes, jobs, now, device.wait)
+        running = [lane for lane in lanes if lane.running]
+        if not running:
+            if wake == math.inf:
+                break
+            now = wake
+            continue
+        key = tuple([(id(lane), id(lane.jobs[lane.at].phases[lane.phase])) for lane in running])
+        if key not in known:
+            known[key] = _rates(running)
+        rates, used = known[key]
+        step = min([wake - now, *(lane.left / rate for lane, rate in zip(running, rates, strict=True) if rate)])
+        loads.append((now, now + step, used))
+        now += step
+        for lane, rate in zip(running, rates, strict=True):
+            lane.left -= rate * step
+            if lane.left <= ENOUGH:
+                _advance(lane, now)
+    left = [job for job in jobs if job.end == math.inf]
+    if left:
+        raise PlanError(f"{left[0].name} never starts: tasks wait in a circle", advice="check(plan, graph) says more")
+    return loads
+
+
+def _start(lanes: list[_Lane], jobs: list[_Job], now: float, wait: float) -> float:
+    """Starts what can start now; returns when something else can, as far as is known."""
+    wake = math.inf
+    changed = True
+    while changed:  # a job without work ends as it starts, which may let another start
+        changed = False
+        for lane in lanes:
+            if lane.running or lane.at == len(lane.jobs):
+                continue
+            job = lane.jobs[lane.at]
+            ready = max([job.issued, *(jobs[a].end + wait for a in job.after)])
+            if lane.at:
+                ready = max(ready, lane.jobs[lane.at - 1].end)
+            if ready > now + ENOUGH:
+                continue
+            job.start = now
+            if job.phases:
+                lane.running, lane.phase, lane.left = True, 0, job.phases[0].seconds
+            else:
+                job.end = max(now, job.issued_all)
+                lane.at += 1
+                changed = True
+    for lane in lanes:
+        if not lane.running and lane.at < len(lane.jobs):
+            job = lane.jobs[lane.at]
+            before = lane.jobs[lane.at - 1].end if lane.at else 0.0
+            wake = min(wake, max([job.issued, before, *(jobs[a].end + wait for a in job.after)]))
+    return wake
+
+
+def _advance(lane: _Lane, now: float) -> None:
+    """The current phase is done: the next, or the end of the job; not before its last kernel was issued."""
+    job = lane.jobs[lane.at]
+    lane.phase += 1
+    if lane.phase < len(job.phases):
+        lane.left = job.phases[lane.phase].seconds
+    else:
+        job.end = max(now, job.issued_all)
+        lane.at += 1
+        lane.running = False
+
+
+def _rates(running: Sequence[_Lane]) -> tuple[list[float], dict[int, float]]:
+    """How fast each goes, 1 being alone on the device; and what is in use. A part of the SMs is numbered after all
+    resources.
+
+    Of what is short each gets the same fraction: a small user is not held up by a large one.
+    """
+    needs = []
+    for lane in running:
+        uses = lane.jobs[lane.at].phases[lane.phase].uses
+        need = {r: u for r, u in enumerate(uses) if u > 0 and r != SMS}
+        if uses[SMS] > 0:
+            need[len(RESOURCES) + lane.pool] = uses[SMS]
+        needs.append(need)
+    rates = [0.0] * len(running)
+    used: dict[int, float] = {}
+    for priority in sorted({lane.priority for lane in running}):
+        _fill(needs, rates, used, {i for i, lane in enumerate(running) if lane.priority == priority})
+    return rates, used
+
+
+def _fill(needs: list[dict[int, float]], rates: list[float], used: dict[int, float], rising: set[int]) -> None:
+    """Raises the rates of `rising` together, measured by what each uses most, until all are full or held up."""
+    most = [max(need.values(), default=1.0) for need in needs]
+    while rising:
+        slope: dict[int, float] = {}
+        for i in rising:
+            for r, need in needs[i].items():
+                slope[r] = slope.get(r, 0.0) + need / most[i]
+        step = min((1.0 - rates[i]) * most[i] for i in rising)
+        step = min([step, *(max(0.0, 1.0 - used.get(r, 0.0)) / s for r, s in slope.items())])
+        for i in rising:
+            rates[i] += step / most[i]
+        for r, s in slope.items():
+            used[r] = min(1.0, used.get(r, 0.0) + s * step)
+        full = {r for r in slope if used[r] >= 1.0 - 1e-9}
+        stopped = {i for i in rising if rates[i] >= 1.0 - 1e-9 or needs[i].keys() & full}
+        rising = rising - stopped
+
+
+def _weighted(loads: list[tuple[float, float, dict[int, float]]], sizes: dict[int, int], sms: int) -> tuple[Load, ...]:
+    """Parts of the SMs put together, by their size."""
+    found = []
+    for start, end, used in loads:
+        whole = {RESOURCES[r]: u for r, u in used.items() if r < len(RESOURCES)}
+        parts = [u * sizes.get(r - len(RESOURCES), sms) / sms for r, u in used.items() if r >= len(RESOURCES)]
+        if parts:
+            whole["sms"] = math.fsum(parts)
+        found.append(Load(start, end, whole))
+    return tuple(found)

@@ -1,0 +1,244 @@
+"""Finds the fastest schedule for a situation: simulate all, measure the best few, and never lose to sequence.
+
+1. Each candidate plans; those that plan a sequence, or what another has planned already, are out.
+2. The simulator says how long each would take, with the operators' measured times where there are any.
+3. The best few and sequence run side by side, in rounds that alternate, on the arguments at hand.
+4. The fastest wins if it beats sequence by more than the noise; else sequence does.
+5. The decision is kept on disk; a new process runs the winner beside sequence once more before it believes it.
+
+Ranks that meet in collectives make the same calls in the same order, and go by the slowest rank's times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from dynaflow import _torch
+from dynaflow.capture.ops import OpGraph
+from dynaflow.errors import DynaFlowError
+from dynaflow.schedule.base import OpSchedulerBase, Sequential
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.identity import graph_identity
+from dynaflow.schedule.ranks import PATIENCE
+from dynaflow.store import Store
+from dynaflow.tune.candidates import candidates
+from dynaflow.tune.cost import Costs
+from dynaflow.tune.decision import SEQUENCE, Decision, Tried
+from dynaflow.tune.device import device_for
+from dynaflow.tune.measure import ROUNDS, NoRoom, Snapshot, Timing, side_by_side, timings
+from dynaflow.tune.profile import Profiler
+from dynaflow.tune.simulate import simulate
+
+GAIN = 0.99
+"""A winner takes at most this part of sequence's time, and nine rounds of ten are faster than sequence."""
+TRUSTED_GAIN = 0.93
+"""The same for a prediction that nothing was measured for."""
+_store = Store("decisions")
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Candidate:
+    name: str
+    scheduler: OpSchedulerBase
+    graph: OpGraph
+    tried: Tried
+
+    @property
+    def predicted(self) -> float:
+        return self.tried.predicted if self.tried.predicted is not None else float("inf")
+
+
+class Tuner:
+    """For one situation: `ctx` is of the uncut graph, with trials."""
+
+    def __init__(
+        self,
+        ctx: ScheduleContext,
+        *,
+        seconds: float,
+        most: int,
+        among: Sequence[tuple[str, OpSchedulerBase]] | None = None,
+        say: Say = lambda text: None,
+    ) -> None:
+        assert ctx.trials is not None
+        self.ctx, self.trials, self.most, self.say = ctx, ctx.trials, most, say
+        self.among = among
+        self.start = time.perf_counter()
+        self.end = self.start + seconds
+        self.measures = seconds > 0
+        self.sequence = Sequential()
+        self.groups = sorted({g for op in ctx.ops for g in op.groups})
+        self.ranks = _torch.ranks_of(self.groups) if self.groups else ()
+        self.exchanges = 0
+        self.profiler = Profiler(ctx.device)
+
+    def decide(self) -> tuple[OpSchedulerBase, Decision]:
+        known = self._known()
+        if known is not None:
+            return known
+        found = list(self._planned())
+        first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=self._uncut(), tried=Tried(name=SEQUENCE))
+        if self.measures and not self.ranks:  # whose clocks differ, and with them what they would find best
+            self._profile([first, *found])
+        first = self._simulated(first)
+        found = sorted((self._simulated(c) for c in found), key=lambda c: c.predicted)
+        chosen, why = first, "nothing else to do"
+        if found and self.measures:
+            chosen, why = self._measured(first, found)
+        elif found:
+            best = found[0]
+            wins = best.predicted <= TRUSTED_GAIN * first.predicted
+            chosen, why = (best, "predicted, not measured") if wins else (first, "no prediction is clearly better")
+        decision = Decision(
+            chosen=chosen.name,
+            why=why,
+            tried=tuple(c.tried for c in (first, *found)),
+            seconds=time.perf_counter() - self.start,
+        )
+        if self.measures:
+            _store.put(self._key(), decision.to_json())
+        return chosen.scheduler, decision
+
+    # 1. plan
+
+    def _planned(self) -> Iterator[_Candidate]:
+        seen: set[Any] = set()
+        for name, scheduler in self.among if self.among is not None else candidates(self.ctx):
+            if not self.ranks and self.measures and time.perf_counter() > self.end:
+                return
+            try:
+                made = self.trials.plan(scheduler)
+            except DynaFlowError as e:
+                self.say(f"{name}: {e}")
+                continue
+            if made.plan.sequential or made.plan in seen:
+                continue
+            seen.add(made.plan)
+            self.say(f"planned {name}")
+            yield _Candidate(name=name, scheduler=scheduler, graph=made.graph, tried=Tried(name=name))
+
+    def _uncut(self) -> OpGraph:
+        graph: OpGraph = self.trials.plan(self.sequence).graph
+        return graph
+
+    # 2. simulate
+
+    def _profile(self, found: list[_Candidate]) -> None:
+        """Operators that nobody has timed yet. Takes at most a third of the time that is left."""
+        end = time.perf_counter() + (self.end - time.perf_counter()) / 3
+        try:
+            snapshot = Snapshot(self._uncut(), self.trials.args)
+        except NoRoom:
+            return
+        for candidate in found:
+            made = self.trials.plan(candidate.scheduler)
+            if time.perf_counter() < end and self.profiler.missing(made.plan, made.graph):
+                self.say(f"timing the operators of {candidate.name}")
+                try:
+                    watched = partial(self.trials.watched, made)
+                    self.profiler.measure(made.plan, made.graph, self.trials.args, watched, snapshot.restore)
+                except Exception as e:  # one that does not run by itself: the cost model knows something of it
+                    self.say(f"{candidate.name}: {e}")
+
+    def _simulated(self, candidate: _Candidate) -> _Candidate:
+        plan = self.trials.plan(candidate.scheduler).plan
+        device = device_for(self.ctx.device).with_ranks(max(len(self.ranks), 1))
+        costs = Costs(candidate.graph, device, self.profiler.profile, sizes=self.ctx.sizes)
+        try:
+            run = simulate(plan, candidate.graph, costs, device, cudagraph=self.trials.cudagraph)
+        except Exception as e:  # a prediction is a help, and never a duty
+            candidate.tried = replace(candidate.tried, problem=f"can't be simulated: {e}")
+            return candidate
+        candidate.tried = replace(candidate.tried, predicted=run.seconds, limit=run.limit)
+        return candidate
+
+    # 3. measure
+
+    def _measured(self, first: _Candidate, found: list[_Candidate]) -> tuple[_Candidate, str]:
+        try:
+            snapshot = Snapshot(first.graph, self.trials.args)
+        except NoRoom as e:
+            return first, str(e)
+        best, why = first, "measured: sequence is as fast as anything"
+        for candidate in found[: self.most]:
+            if not self.ranks and time.perf_counter() > self.end:
+                break
+            self.say(f"measuring {candidate.name}")
+            try:
+                baseline, mine = self._race(first, candidate, snapshot)
+            except Exception as e:  # its plan may be one that does not compile, or fit: then it is no candidate
+                candidate.tried = replace(candidate.tried, problem=f"{type(e).__name__}: {str(e).splitlines()[0][:80]}")
+                continue
+            candidate.tried = replace(candidate.tried, measured=mine)
+            first.tried = replace(first.tried, measured=baseline)
+            ratio = best.tried.measured.ratio if best.tried.measured and best is not first else GAIN
+            if mine.ratio < ratio and mine.high < 1:
+                best, why = candidate, "measured"
+        return best, why
+
+    def _race(self, first: _Candidate, other: _Candidate, snapshot: Snapshot) -> list[Timing]:
+        plans = [self.trials.lowered(c.scheduler) for c in (first, other)]
+        left = max(0.2, self.end - time.perf_counter()) / (self.most + 1)
+        found = side_by_side(
+            [lambda p=p: p(self.trials.args) for p in plans],  # type: ignore[misc]
+            snapshot.restore,
+            seconds=min(left, 2.0),
+            cuda=self.ctx.device.type == "cuda",
+            rounds=ROUNDS if self.ranks else None,
+        )
+        return timings(self._slowest(found))
+
+    def _slowest(self, found: list[list[float]]) -> list[list[float]]:
+        """All ranks go by the same times, or they would choose differently."""
+        if len(self.ranks) < 2:
+            return found
+        prefix = f"dynaflow/tune/{self._key()}/{self.exchanges}"
+        self.exchanges += 1
+        heard = _torch.exchange(prefix, _torch.rank(), self.ranks, json.dumps(found), PATIENCE)
+        everyone = [json.loads(text) for text in heard.values()]
+        return [[max(times) for times in zip(*(them[i] for them in everyone), strict=True)] for i in range(len(found))]
+
+    # 5. keep
+
+    def _known(self) -> tuple[OpSchedulerBase, Decision] | None:
+        """What an earlier process decided, if it still holds."""
+        text = _store.get(self._key())
+        if text is None or self.ranks:  # one rank might find what another does not
+            return None
+        try:
+            decision = Decision.from_json(text)
+        except (ValueError, TypeError, KeyError):
+            return None
+        if decision.chosen == SEQUENCE:
+            return self.sequence, decision
+        scheduler = next((s for n, s in self.among or candidates(self.ctx) if n == decision.chosen), None)
+        if scheduler is None:
+            return None
+        if not self.measures:
+            return scheduler, decision
+        graph = self._uncut()
+        pair = [_Candidate(name=n, scheduler=s, graph=graph, tried=Tried(name=n)) for n, s in
+                ((SEQUENCE, self.sequence), (decision.chosen, scheduler))]  # fmt: skip
+        try:
+            now = self._race(pair[0], pair[1], Snapshot(graph, self.trials.args))[1]
+        except Exception:
+            return None
+        return (scheduler, decision) if now.ratio < GAIN else None
+
+    def _key(self) -> str:
+        ctx = self.ctx
+        names = [name for name, _ in self.among] if self.among is not None else "all"
+        card = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ""
+        parts = [graph_identity(ctx.graph), sorted(ctx.inputs.items()), str(ctx.device), card, ctx.sms, names,
+                 self.trials.cudagraph, torch.__version__, str(ctx.facts.get("num_tokens"))]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,0 +1,292 @@
+"""Tuning: what is measured, how the order is solved, what is decided and remembered."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import dynaflow as df
+from dynaflow.tune.decision import Decision, Tried
+from dynaflow.tune.measure import Snapshot, Timing, side_by_side, timings
+from dynaflow.tune.order import Piece, list_schedule, solve
+from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, graph_of, randn
+
+X = randn(6, 8)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("DYNAFLOW_CACHE", "1")
+    monkeypatch.setenv("DYNAFLOW_CACHE_DIR", str(tmp_path))
+    with torch.no_grad():
+        yield
+
+
+@torch.library.custom_op("dynaflow_tests::rest", mutates_args=())
+def rest(x: Tensor, seconds: float) -> Tensor:
+    """Takes time and no processor, as a copy or a message does."""
+    time.sleep(seconds)
+    return x.clone()
+
+
+@rest.register_fake
+def _(x: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Resting(nn.Module):
+    """Two things that could be done at once, a few times over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            with df.mark("left"):
+                a = rest(x, 0.01)
+            with df.mark("right"):
+                b = rest(x + 1, 0.01)
+            x = a + b
+        return x
+
+
+class Beside(df.OpSchedulerBase):
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, lane="other" if "right" in op.tags else "main")
+
+
+class Slow(Beside):
+    """Everything waits for everything: no better than sequence."""
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        while ops := ctx.get_ready_ops():
+            ctx.execute(ops[0])
+
+
+class Counter(nn.Module):
+    """Writes one of its inputs."""
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        with df.mark("left"):
+            a = rest(x, 0.005)
+        with df.mark("right"):
+            b = rest(x + 1, 0.005)
+        state.add_(1)
+        return a + b + state
+
+
+# --- auto ------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_what_is_faster() -> None:
+    plain = Resting()
+    fast = df.compile(plain, "auto", scheduler_options={"seconds": 5.0, "among": [Slow(), Beside()]}, operators="eager")
+    assert_equal(fast(X), plain(X))
+    decision = fast.explain(X).decision
+    assert decision.chosen == "Beside()", str(decision)
+    found = {t.name: t for t in decision.tried}
+    assert found["Beside()"].measured.ratio < 0.75
+    assert found["sequential"].measured is not None
+    assert {t.lane for t in fast.plan(X).tasks} == {"main", "other"}
+    assert "Beside()" in str(fast.explain(X)) and "against sequence" in str(fast.explain(X))
+
+
+def test_auto_never_takes_what_is_slower() -> None:
+    plain = Resting()
+    fast = df.compile(plain, "auto", scheduler_options={"seconds": 3.0, "among": [Slow()]}, operators="eager")
+    assert_equal(fast(X), plain(X))
+    assert fast.explain(X).decision.chosen == "sequential"
+    assert fast.plan(X).sequential
+
+
+def test_auto_leaves_no_trace() -> None:
+    """Tuning runs the model many times; what it writes is written once."""
+    plain, state = Counter(), torch.zeros(6, 8)
+    fast = df.compile(plain, "auto", scheduler_options={"seconds": 3.0, "among": [Beside()]}, operators="eager")
+    found = fast(X, state)
+    assert_equal(state, torch.ones(6, 8))
+    assert_equal(found, 2 * X + 2)
+
+
+def test_auto_remembers() -> None:
+    options = {"seconds": 5.0, "among": [Beside()]}
+    first = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
+    first(X)
+    again = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
+    start = time.perf_counter()
+    decision = again.explain(X).decision
+    assert decision.tried == first.explain(X).decision.tried, "from disk"
+    assert time.perf_counter() - start < 5.0
+    assert not again.plan(X).sequential
+
+
+def test_auto_does_not_believe_what_no_longer_holds() -> None:
+    """A decision that says a slow schedule is fast is measured again, and dropped."""
+    options = {"seconds": 5.0, "among": [Slow()]}
+    first = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
+    decision = first.explain(X).decision
+    from dynaflow.tune import tuner
+
+    wrong = Decision(chosen="Slow()", why="measured", tried=decision.tried)
+    keys = list(_keys_of(tuner._store))
+    assert len(keys) == 1
+    kept = tuner._store.get
+    try:
+        tuner._store.get = lambda key: wrong.to_json()  # type: ignore[method-assign]
+        again = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
+        assert again.explain(X).decision.chosen == "sequential"
+    finally:
+        tuner._store.get = kept  # type: ignore[method-assign]
+
+
+def _keys_of(store: Any) -> list[Any]:
+    from dynaflow.store import default_root
+
+    return list((default_root() / store.kind).iterdir())
+
+
+def test_auto_without_time_goes_by_the_cost_model() -> None:
+    fast = df.compile(Stack(), "auto", scheduler_options={"seconds": 0}, operators="eager")
+    assert_equal(fast(X), fast._model(X))
+    decision = fast.explain(X).decision
+    assert all(t.measured is None for t in decision.tried)
+    assert decision.tried[0].predicted is not None
+
+
+def test_auto_in_the_background() -> None:
+    plain = Resting()
+    options = {"seconds": 5.0, "among": [Beside()], "when": "background"}
+    fast = df.compile(plain, "auto", scheduler_options=options, operators="eager")
+    start = time.perf_counter()
+    assert_equal(fast(X), plain(X))
+    assert fast.plan(X).sequential, "until it knows better"
+    for thread in fast._engine.deciding:
+        thread.join(60)
+    assert time.perf_counter() - start < 60
+    assert not fast.plan(X).sequential
+    assert_equal(fast(X), plain(X))
+
+
+def test_a_failing_candidate_is_no_candidate() -> None:
+    class Broken(df.OpSchedulerBase):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            raise df.ScheduleError("no")
+
+    fast = df.compile(Resting(), "auto", scheduler_options={"seconds": 3.0, "among": [Broken()]}, operators="eager")
+    fast(X)
+    assert fast.explain(X).decision.chosen == "sequential"
+
+
+def test_explain_without_a_tuner() -> None:
+    fast = compiled(Stack(), Each(STACK_RULES))
+    text = str(fast.explain(X))
+    assert "batch of 6 as [3, 3]" in text and "by the cost model" in text
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+def test_side_by_side_alternates_and_restores() -> None:
+    order: list[str] = []
+    found = side_by_side(
+        [lambda: order.append("a"), lambda: order.append("b")],
+        lambda: order.append("r"),
+        seconds=0.0,
+        cuda=False,
+        rounds=4,
+    )
+    assert [len(times) for times in found] == [4, 4]
+    assert "".join(order[-17:]) == "ra" + "rb" + "rarb" * 3 + "r"
+
+
+def test_timings() -> None:
+    first, second = timings([[1.0, 2.0, 4.0], [0.5, 1.0, 4.0]])
+    assert (first.ratio, first.seconds) == (1.0, 2.0)
+    assert (second.ratio, second.low, second.high) == (0.5, 0.5, 1.0)
+
+
+def test_snapshot_puts_back_what_is_written() -> None:
+    fast = compiled(Counter(), Each(split=None))
+    state = torch.zeros(6, 8)
+    fast.plan(X, state)
+    graph = graph_of(fast)
+    args = [X if i.name == "x" else state if i.name == "state" else 6 for i in graph.graph.inputs]
+    snapshot = Snapshot(graph, args)
+    state.fill_(7)
+    snapshot.restore()
+    assert_equal(state, torch.zeros(6, 8))
+
+
+def test_decision_as_text() -> None:
+    timing = Timing(seconds=0.5, ratio=0.5, low=0.4, high=0.6, rounds=9)
+    tried = (Tried(name="sequential", predicted=1.0), Tried(name="fast(parts=2)", predicted=0.5, measured=timing))
+    decision = Decision(chosen="fast(parts=2)", why="measured", tried=tried, seconds=3.0)
+    assert Decision.from_json(decision.to_json()) == decision
+    assert "2.000x (1.67-2.50)" in str(decision)
+
+
+# --- order -----------------------------------------------------------------------------------------------
+
+
+def _pieces(seed: int, count: int) -> list[Piece]:
+    rng = random.Random(seed)
+    pieces = []
+    for i in range(count):
+        after = tuple(sorted({rng.randrange(i) for _ in range(rng.randrange(3))})) if i else ()
+        lane = rng.choice(["compute", "memory", "network"])
+        uses = {name: rng.choice([0.0, 0.3, 0.7, 1.0]) for name in ("power", "link")}
+        pieces.append(Piece(key=i, seconds=rng.uniform(0.1, 1.0), lane=lane, after=after, uses=uses))
+    return pieces
+
+
+def _check(pieces: list[Piece], starts: list[float], resources: bool) -> float:
+    slack = 2e-3 * sum(p.seconds for p in pieces)
+    ends = [s + p.seconds for s, p in zip(starts, pieces, strict=True)]
+    for i, piece in enumerate(pieces):
+        for a in piece.after:
+            assert starts[i] >= ends[a] - slack
+        for j in range(i):
+            if pieces[j].lane == piece.lane:
+                assert starts[i] >= ends[j] - slack or starts[j] >= ends[i] - slack
+        if resources:
+            inside = starts[i] + slack
+            running = [p for s, e, p in zip(starts, ends, pieces, strict=True) if s <= inside < e - slack]
+            for name in ("power", "link"):
+                assert sum(p.uses[name] for p in running) <= 1 + 1e-6
+    return max(ends)
+
+
+@hypothesis_settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 14))
+def test_solved_orders_are_legal_and_no_worse(seed: int, count: int) -> None:
+    pytest.importorskip("ortools")
+    pieces = _pieces(seed, count)
+    _check(pieces, list_schedule(pieces), resources=False)
+    solved = solve(pieces, 1.0)
+    makespan = _check(pieces, solved, resources=True)
+    longest = 0.0
+    way: list[float] = []
+    for p in pieces:
+        way.append(p.seconds + max((way[a] for a in p.after), default=0.0))
+        longest = max(longest, way[-1])
+    assert makespan >= longest * 0.99
+
+
+def test_solver_finds_what_a_list_does_not() -> None:
+    """The longest way first starves the link here; the solver sends early."""
+    pytest.importorskip("ortools")
+    pieces = [
+        Piece(key="a", seconds=2.0, lane="compute", after=(), uses={}),
+        Piece(key="b", seconds=1.0, lane="compute", after=(), uses={}),
+        Piece(key="send b", seconds=3.0, lane="network", after=(1,), uses={}),
+        Piece(key="c", seconds=2.5, lane="compute", after=(0,), uses={}),
+    ]
+    solved = solve(pieces, 2.0)
+    assert _check(pieces, solved, resources=False) == pytest.approx(5.5, rel=0.01)
