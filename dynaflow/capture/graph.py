@@ -70,6 +70,8 @@ class Input:
     """Where the user says that it carries the batch."""
     still: bool = False
     """It stays where it is in memory, at an even address: a module's own, or marked so."""
+    pinned: bool = False
+    """In host memory that the copy engine can reach."""
     thing: Thing | None = None
     """What it is, if neither a tensor nor a number."""
 
@@ -277,5 +279,6 @@ def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str,
         storage=_torch.storage_id(real) if tensor and isinstance(real, torch.Tensor) else None,
         batch_dim=declared.get(input_name(source, parameters)),
         still=tensor and _is_still(real, owned),
+        pinned=tensor and isinstance(real, torch.Tensor) and not real.is_cuda and real.is_pinned(),
         thing=None if known or real is None else Thing(real),
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from dynaflow.capture.graph import CapturedGraph, is_named
+from dynaflow.capture.graph import CapturedGraph, Input, is_named
 from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.codegen import Code, event_count, forget, generate
 from dynaflow.lower.operators import Operators, Sizes, Source
@@ -87,6 +87,12 @@ class _Job:
     @property
     def device(self) -> torch.device:
         return self.graph.graph.device
+
+
+def _capturable(given: Input) -> bool:
+    """On the GPU; or where the copy engine finds it again."""
+    assert given.shape is not None
+    return given.shape.device.type == "cuda" or (given.pinned and given.still)
 
 
 class Lowerer:
@@ -187,7 +193,7 @@ class Lowerer:
     def _captures(self, job: _Job) -> bool:
         if self.cudagraph is None or job.device.type != "cuda" or self.on_task is not None:
             return False
-        elsewhere = [i.name for i in self._used(job) if i.shape is not None and i.shape.device.type != "cuda"]
+        elsewhere = [i.name for i in self._used(job) if i.shape is not None and not _capturable(i)]
         if job.graph.graph.grad:
             return self._refuse("the graph is captured with gradients on: use torch.no_grad() or inference_mode()")
         if elsewhere:
@@ -200,7 +206,7 @@ class Lowerer:
             warnings.warn(f"dynaflow: running without CUDA graphs: {reason}", stacklevel=2)
         return False
 
-    def _used(self, job: _Job) -> list[Any]:
+    def _used(self, job: _Job) -> list[Input]:
         return [job.graph.graph.inputs[v.input] for v in job.graph.values if v.input is not None]
 
     def _places(self, job: _Job) -> tuple[list[int], list[int]]:

@@ -180,7 +180,8 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _key(source: Source) -> Any:
-    device = next((i.device.type for i in source.inputs if isinstance(i, Shape)), "cpu")
+    devices = {i.device.type for i in source.inputs if isinstance(i, Shape)}
+    device = next(iter(devices - {"cpu"}), "cpu")  # a weight that waits on the host does not count
     ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
     if ambient[2]:
         ambient = (*ambient, torch.get_autocast_dtype(device))  # type: ignore[assignment]

@@ -10,13 +10,21 @@ import dynaflow as df
 
 
 class CommOverlap(df.OpSchedulerBase):
-    """`collectives`: a glob on the calls that use the link. `min_rows`: smaller micro-batches are not worth it."""
+    """`collectives`: a glob on the calls that use the link; `by_rows`: they treat each row by itself, though that can't
+    be seen (custom operators). `min_rows`: smaller micro-batches are not worth it.
+    """
 
-    def __init__(self, parts: int = 2, min_rows: int = 1, collectives: str = "_c10d_functional*") -> None:
-        self.parts, self.min_rows, self.collectives = parts, min_rows, collectives
+    def __init__(
+        self,
+        parts: int = 2,
+        min_rows: int = 1,
+        collectives: str = "_c10d_functional*",
+        by_rows: bool | None = None,
+    ) -> None:
+        self.parts, self.min_rows, self.collectives, self.by_rows = parts, min_rows, collectives, by_rows
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
-        return [df.SplitFunc(self.collectives, tag="network", optional=True)]
+        return [df.SplitFunc(self.collectives, tag="network", splittable=self.by_rows, optional=True)]
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)

@@ -14,6 +14,7 @@ import dynaflow as df
 class NanoFlow(df.OpSchedulerBase):
     """`attention`, `collectives`: globs on the calls that wait for memory, and for the link. `sms`: what the memory
     lane may use of the device. `merged`: globs on modules that run once for all nano-batches, while others run split.
+    `by_rows`: the collectives treat each row by itself, though that can't be seen (custom operators).
     """
 
     def __init__(
@@ -24,14 +25,15 @@ class NanoFlow(df.OpSchedulerBase):
         collectives: str = "_c10d_functional*",
         sms: int | None = None,
         merged: tuple[str, ...] = (),
+        by_rows: bool | None = None,
     ) -> None:
         self.parts, self.min_rows, self.sms, self.merged = parts, min_rows, sms, merged
-        self.attention, self.collectives = attention, collectives
+        self.attention, self.collectives, self.by_rows = attention, collectives, by_rows
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return [
             df.SplitFunc(self.attention, tag="memory", optional=True),
-            df.SplitFunc(self.collectives, tag="network", optional=True),
+            df.SplitFunc(self.collectives, tag="network", splittable=self.by_rows, optional=True),
             *(df.SplitModule(path) for path in self.merged),
         ]
 

@@ -90,13 +90,7 @@ def test_nanoflow_merges_what_it_is_told() -> None:
 
 def test_collectives_run_beside_the_other_half() -> None:
     plain = Parallel()
-    options = {"collectives": "dynaflow_tests.send", "parts": 2}
-
-    class Sending(strategies.CommOverlap):
-        def partition(self) -> list[Any]:
-            return [df.SplitFunc(self.collectives, tag="network", splittable=True)]
-
-    fast = compiled(plain, Sending(**options), verify=True)
+    fast = compiled(plain, strategies.CommOverlap(collectives="dynaflow_tests.send", by_rows=True), verify=True)
     assert_equal(fast(X), plain(X))
     plan = fast.plan(X)
     sent = [i for i, t in enumerate(plan.tasks) if t.lane == "network"]
