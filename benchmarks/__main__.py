@@ -7,14 +7,40 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import cold_start, copies, cut_cost, graph_launch, host, memory, plan_cost, sequential
+from benchmarks import (
+    auto,
+    cold_start,
+    copies,
+    cut_cost,
+    graph_launch,
+    host,
+    memory,
+    plan_cost,
+    sequential,
+    simulator,
+    strategies,
+)
+from benchmarks.cells import BY_NAME
 from benchmarks.llama import SITUATIONS
 from benchmarks.report import RESULTS, Report, machine, progress, take, write_table
 from benchmarks.settings import NONE, Settings
 from benchmarks.suite import Benchmark, run
 
 ALL: tuple[Benchmark, ...] = tuple(
-    module.BENCHMARK for module in (sequential, cut_cost, host, graph_launch, memory, copies, plan_cost, cold_start)
+    module.BENCHMARK
+    for module in (
+        sequential,
+        cut_cost,
+        host,
+        graph_launch,
+        memory,
+        copies,
+        plan_cost,
+        cold_start,
+        strategies,
+        simulator,
+        auto,
+    )
 )
 
 
@@ -31,11 +57,14 @@ def main(argv: Sequence[str] | None = None) -> list[Report]:
         tiny=args.tiny,
         layers=args.layers,
         situations=tuple(s for s in args.situations.split(",") if s),
+        cells=tuple(c for c in args.cells.split(",") if c),
         operators=args.operators,
         rounds=args.rounds or (3 if args.tiny else None),
     )
     if unknown := [s for s in settings.situations if s not in (*SITUATIONS, NONE)]:
         raise SystemExit(f"no situation {unknown[0]!r}; there are {', '.join(SITUATIONS)}")
+    if unknown := [c for c in settings.cells if c not in BY_NAME]:
+        raise SystemExit(f"no cell {unknown[0]!r}; there are {', '.join(BY_NAME)}")
     progress(", ".join(f"{k} {v}" for k, v in machine().items()))
     folder = Path(args.out) if args.out else None if args.tiny else RESULTS
     reports = run(chosen, settings, folder, argv)
@@ -54,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--situations", default="", help=f"of {','.join(SITUATIONS)}; leaves out rows without one; {NONE!r}: only those"
     )
+    parser.add_argument("--cells", default="", help=f"of the strategies' suite: of {','.join(BY_NAME)}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmarks on any device")
     parser.add_argument("--layers", type=int, help="of the Llama, if not all 32")
     parser.add_argument("--rounds", type=int, help="of each row, if not as many as fit into four seconds")

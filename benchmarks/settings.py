@@ -21,6 +21,8 @@ class Settings:
     layers: int | None = None
     situations: tuple[str, ...] = ()
     """Only these; all that a benchmark has if empty. NONE: only the rows that have no situation."""
+    cells: tuple[str, ...] = ()
+    """Of the strategies' suite: only these; all if empty."""
     operators: Literal["inductor", "eager"] = "inductor"
     """With "eager" nothing is compiled, the baseline neither: to try the benchmarks quickly."""
     rounds: int | None = None

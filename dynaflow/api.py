@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import inspect
 import itertools
 import weakref
@@ -22,7 +23,13 @@ from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.plan import Plan
 from dynaflow.stats import Stats
 from dynaflow.strategies import make
+from dynaflow.tune.cost import Costs, Profile
+from dynaflow.tune.device import device_for, device_named
 from dynaflow.tune.explain import Explanation
+from dynaflow.tune.measure import Snapshot
+from dynaflow.tune.profile import Profiler
+from dynaflow.tune.simulate import simulate
+from dynaflow.tune.simulation import Simulation
 
 
 def compile(
@@ -109,6 +116,24 @@ class CompiledModel:
         """Why these inputs run as they do: what was tried, what each gave, and what limits it. Print it."""
         ready = self._ready(args, kwargs)
         return Explanation.of(ready.plan, ready.graph, ready.note)
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """How long each operator of these inputs' plan takes alone, measured now; what the model writes is put back."""
+        ready = self._ready(args, kwargs)
+        made, given = ready.trials.plan(), ready.trials.args
+        profiler = Profiler(ready.graph.graph.device)
+        watched = functools.partial(ready.trials.watched, made)
+        profiler.measure(made.plan, made.graph, given, watched, Snapshot(made.graph, given).restore)
+        return profiler.profile
+
+    def simulate(
+        self, *args: Any, device: str | None = None, profile: Profile | None = None, **kwargs: Any
+    ) -> Simulation:
+        """The timeline of these inputs' plan by the cost model: on this device, or on one named ("b200x8")."""
+        ready = self._ready(args, kwargs)
+        target = device_for(ready.graph.graph.device) if device is None else device_named(device)
+        costs = Costs(ready.graph, target, profile, sizes=ready.trials.plan().values)
+        return simulate(ready.plan, ready.graph, costs, target, cudagraph=ready.trials.cudagraph)
 
     def _ready(self, args: Any, kwargs: Any) -> PlanReady:
         local = self._engine.local

@@ -50,8 +50,8 @@ PLANS_KEPT = 1024
 class PlanReady(BaseException):
     """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`."""
 
-    def __init__(self, plan: Plan, graph: OpGraph, note: Any) -> None:
-        self.plan, self.graph, self.note = plan, graph, note
+    def __init__(self, plan: Plan, graph: OpGraph, note: Any, trials: _Trials) -> None:
+        self.plan, self.graph, self.note, self.trials = plan, graph, note, trials
 
 
 @dataclass(slots=True)
@@ -243,6 +243,10 @@ class Engine:
         """What a scheduler that chose for this situation has to say about it."""
         schedules = self._schedules
         return schedules.notes.get(self._situation(schedules, runner, runner.sizes(args), self.facts()))
+
+    def trials(self, runner: GraphRunner, args: tuple[Any, ...]) -> _Trials:
+        sizes, facts = runner.sizes(args), self.facts()
+        return _Trials(self, self._chosen(runner, sizes, args, facts), runner, sizes, args, facts)
 
     def _choose(
         self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
@@ -473,7 +477,7 @@ class GraphRunner:
         if engine.local.plan_only:
             if lowered is None:
                 raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")
-            raise PlanReady(lowered.plan, lowered.graph, engine.note(self, args))
+            raise PlanReady(lowered.plan, lowered.graph, engine.note(self, args), engine.trials(self, args))
         if lowered is None:
             return self.graph.gm(*args)
         stats = engine.stats
@@ -503,13 +507,18 @@ class _Trials:
         self._engine, self._schedules, self._runner = engine, schedules, runner
         self._sizes, self.args, self._facts = sizes, args, facts
         self.cudagraph = engine.lowerer.cudagraph is not None and runner.graph.device.type == "cuda"
+        self._planned: dict[OpSchedulerBase, Planned] = {}
         self.owned = frozenset(n for n, i in enumerate(runner.graph.inputs) if i.owned)
 
-    def plan(self, scheduler: OpSchedulerBase) -> Planned:
-        with self._engine._lock:
-            made = self._engine._plan(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
-        assert made is not None, "someone is asked to choose only where there is something to schedule"
-        return made
+    def plan(self, scheduler: OpSchedulerBase | None = None) -> Planned:
+        """By default, of the scheduler that decides here."""
+        scheduler = scheduler or self._schedules.scheduler
+        if scheduler not in self._planned:
+            with self._engine._lock:
+                made = self._engine._plan(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
+            assert made is not None, "someone is asked to choose only where there is something to schedule"
+            self._planned[scheduler] = made
+        return self._planned[scheduler]
 
     def lowered(self, scheduler: OpSchedulerBase) -> Lowered:
         """The plan, compiled: call it with `args`."""

@@ -47,8 +47,10 @@ def named(scheduler: OpSchedulerBase | str) -> tuple[str, OpSchedulerBase]:
     """A scheduler, or the strategy of that name, and what to call it."""
     if isinstance(scheduler, str):
         return scheduler, make(scheduler)
-    state = ", ".join(f"{k}={v!r}" for k, v in vars(scheduler).items() if not k.startswith("_"))
-    return f"{type(scheduler).__name__}({state})", scheduler
+    usual = {k: p.default for k, p in inspect.signature(type(scheduler)).parameters.items()}
+    state = {k: v for k, v in vars(scheduler).items() if not k.startswith("_")}
+    options = ", ".join(f"{k}={v!r}" for k, v in state.items() if k not in usual or v != usual[k])
+    return f"{type(scheduler).__name__}({options})", scheduler
 
 
 def __getattr__(name: str) -> Any:

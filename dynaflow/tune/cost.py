@@ -94,23 +94,31 @@ class Costs:
         if key not in self._phases:
             found = _merged([_phase(k, self.device, sms) for k in self.work(op, rows).parts])
             scale = self._correction(op, rows, sms)
-            self._phases[key] = tuple(Phase(p.seconds * scale, p.uses) for p in found)
+            if scale is not None:
+                found = [Phase(p.seconds * scale, p.uses) for p in found or [self._nothing]]
+            self._phases[key] = tuple(found)
         return self._phases[key]
+
+    @property
+    def _nothing(self) -> Phase:
+        """What stands for an operator without kernels, where it was measured all the same."""
+        return Phase(self.device.kernel, (0.0,) * len(RESOURCES))
 
     def function(self, name: str, rows: int, sms: int | None = None) -> float | None:
         """Of a function that stands for operators: what was measured, between measured rows a straight line."""
         points = self._measured.get((name, sms)) or self._measured.get((name, None))
         return _between(points, rows) if points else None
 
-    def _correction(self, op: Op, rows: int, sms: int | None) -> float:
+    def _correction(self, op: Op, rows: int, sms: int | None) -> float | None:
         """Measured over estimated time; between measured numbers of rows a straight line, outside the nearest."""
         key = operator_key(self.graph, op)
         own = sms if (key, sms) in self._measured else None
         points = self._measured.get((key, own))
-        return _between([(n, s / self._estimate(op, n, own)) for n, s in points], rows) if points else 1.0
+        return _between([(n, s / self._estimate(op, n, own)) for n, s in points], rows) if points else None
 
     def _estimate(self, op: Op, rows: int, sms: int | None) -> float:
-        return max(sum(_phase(k, self.device, sms).seconds for k in self.work(op, rows).parts), self.device.kernel)
+        phases = [_phase(k, self.device, sms) for k in self.work(op, rows).parts] or [self._nothing]
+        return math.fsum(p.seconds for p in phases)
 
 
 def _between(points: Sequence[tuple[int, float]], rows: int) -> float:
@@ -141,8 +149,8 @@ def _phase(kernel: Kernel, device: Device, sms: int | None) -> Phase:
     seconds = busy + device.kernel
     flops = device.flops(kernel.dtype) if kernel.flops else 1.0
     by_compute, by_memory = kernel.flops / flops / seconds, kernel.bytes / device.bytes_per_second / seconds
-    power = max(compute / seconds if not sms else by_compute, by_memory * device.memory_power)
-    return Phase(seconds, (by_compute, by_memory, 0.0, 0.0, 0.0, min(power, 1.0), filled * busy / seconds))
+    power = max(filled * compute / seconds * there / device.sms, by_memory * device.memory_power)
+    return Phase(seconds, (by_compute, by_memory, 0.0, 0.0, 0.0, power, filled * busy / seconds))
 
 
 def _compute(kernel: Kernel, device: Device, sms: int | None) -> tuple[float, float]:

@@ -58,7 +58,7 @@ class Device:
     """How long a kernel takes at least, in the middle of others on its stream."""
     wait: float = 2 * MICRO
     """From the end of a task to the start of one on another lane that waited for it."""
-    host_call: float = 500 * MICRO
+    host_call: float = 300 * MICRO
     """Time on the host: of a call as a whole, of each task, of each kernel that is launched by itself."""
     host_task: float = 18 * MICRO
     host_kernel: float = 15 * MICRO
@@ -76,7 +76,7 @@ class Device:
     crowding: float = 2.0
     """How much more than the SMs that a collective holds a product beside it loses: 116 of the H200's 132 SMs leave
     0.66 of a product's speed, three times as much as they are fewer; libraries that give way lose less."""
-    copy_drag: float = 0.02
+    copy_drag: float = 0.01
     """What a copy to or from the host, or a transfer over the link, takes of the same."""
     link: Link | None = None
     ranks: int = 1

@@ -2,8 +2,8 @@
 
 The host issues tasks in the plan's order. Each lane runs its own one after the other; a task starts when it was
 issued, its lane is free and the tasks that it waits for have ended. Tasks that run at the same time share what the
-device has: each gets what it would use alone, as long as there is enough; of what there is too little of, all get the
-same fraction (or less, if less will do), more urgent lanes first.
+device has: each gets what it would use alone, as long as there is enough; of what there is too little of, all get as
+much (or less, if less will do), more urgent lanes first.
 """
 
 from __future__ import annotations
@@ -229,10 +229,7 @@ def _advance(lane: _Lane, now: float) -> None:
 
 def _rates(running: Sequence[_Lane]) -> tuple[list[float], dict[int, float]]:
     """How fast each goes, 1 being alone on the device; and what is in use. A part of the SMs is numbered after all
-    resources.
-
-    Of what is short each gets the same fraction: a small user is not held up by a large one.
-    """
+    resources."""
     needs = []
     for lane in running:
         uses = lane.jobs[lane.at].phases[lane.phase].uses
@@ -243,27 +240,53 @@ def _rates(running: Sequence[_Lane]) -> tuple[list[float], dict[int, float]]:
     rates = [0.0] * len(running)
     used: dict[int, float] = {}
     for priority in sorted({lane.priority for lane in running}):
-        _fill(needs, rates, used, {i for i, lane in enumerate(running) if lane.priority == priority})
-    return rates, used
+        mine = [i for i, lane in enumerate(running) if lane.priority == priority]
+        _hold_back(needs, rates, used, mine)
+        for i in mine:
+            for r, need in needs[i].items():
+                used[r] = used.get(r, 0.0) + need * rates[i]
+        _fill(needs, rates, used, set(mine))
+    return rates, {r: min(1.0, u) for r, u in used.items()}
+
+
+def _hold_back(needs: list[dict[int, float]], rates: list[float], used: dict[int, float], mine: list[int]) -> None:
+    """From full speed down, until there is enough of everything, the scarcest first. Of what is short all get as much,
+    or what they need if that is less: so a small user is not held up by a large one."""
+    for i in mine:
+        rates[i] = 1.0
+    while True:
+        wanted: dict[int, float] = {}
+        for i in mine:
+            for r, need in needs[i].items():
+                wanted[r] = wanted.get(r, 0.0) + need * rates[i]
+        over = {r: w - (1.0 - used.get(r, 0.0)) for r, w in wanted.items()}
+        scarce = max(over, key=lambda r: (over[r], -r), default=None)
+        if scarce is None or over[scarce] <= 1e-9:
+            return
+        left = max(0.0, 1.0 - used.get(scarce, 0.0))
+        users = sorted((i for i in mine if scarce in needs[i]), key=lambda i: needs[i][scarce] * rates[i])
+        for n, i in enumerate(users):
+            given = min(needs[i][scarce] * rates[i], left / (len(users) - n))
+            rates[i] = given / needs[i][scarce]
+            left -= given
 
 
 def _fill(needs: list[dict[int, float]], rates: list[float], used: dict[int, float], rising: set[int]) -> None:
-    """Raises the rates of `rising` together, measured by what each uses most, until all are full or held up."""
-    most = [max(need.values(), default=1.0) for need in needs]
-    while rising:
+    """What was held back for one resource may have left some of another: raises all together while it lasts."""
+    while True:
+        full = {r for r, u in used.items() if u >= 1.0 - 1e-9}
+        rising = {i for i in rising if rates[i] < 1.0 - 1e-9 and not needs[i].keys() & full}
+        if not rising:
+            return
         slope: dict[int, float] = {}
         for i in rising:
             for r, need in needs[i].items():
-                slope[r] = slope.get(r, 0.0) + need / most[i]
-        step = min((1.0 - rates[i]) * most[i] for i in rising)
-        step = min([step, *(max(0.0, 1.0 - used.get(r, 0.0)) / s for r, s in slope.items())])
+                slope[r] = slope.get(r, 0.0) + need
+        step = min([*(1.0 - rates[i] for i in rising), *((1.0 - used.get(r, 0.0)) / s for r, s in slope.items())])
         for i in rising:
-            rates[i] += step / most[i]
+            rates[i] += step
         for r, s in slope.items():
-            used[r] = min(1.0, used.get(r, 0.0) + s * step)
-        full = {r for r in slope if used[r] >= 1.0 - 1e-9}
-        stopped = {i for i in rising if rates[i] >= 1.0 - 1e-9 or needs[i].keys() & full}
-        rising = rising - stopped
+            used[r] = used.get(r, 0.0) + s * step
 
 
 def _weighted(loads: list[tuple[float, float, dict[int, float]]], sizes: dict[int, int], sms: int) -> tuple[Load, ...]:

@@ -157,7 +157,7 @@ class Tuner:
         try:
             run = simulate(plan, candidate.graph, costs, device, cudagraph=self.trials.cudagraph)
         except Exception as e:  # a prediction is a help, and never a duty
-            candidate.tried = replace(candidate.tried, problem=f"can't be simulated: {e}")
+            candidate.tried = replace(candidate.tried, problem=f"can't be simulated: {_first_line(e)}")
             return candidate
         candidate.tried = replace(candidate.tried, predicted=run.seconds, limit=run.limit)
         return candidate
@@ -177,7 +177,7 @@ class Tuner:
             try:
                 baseline, mine = self._race(first, candidate, snapshot)
             except Exception as e:  # its plan may be one that does not compile, or fit: then it is no candidate
-                candidate.tried = replace(candidate.tried, problem=f"{type(e).__name__}: {str(e).splitlines()[0][:80]}")
+                candidate.tried = replace(candidate.tried, problem=f"{type(e).__name__}: {_first_line(e)}")
                 continue
             candidate.tried = replace(candidate.tried, measured=mine)
             first.tried = replace(first.tried, measured=baseline)
@@ -242,3 +242,7 @@ class Tuner:
         parts = [graph_identity(ctx.graph), sorted(ctx.inputs.items()), str(ctx.device), card, ctx.sms, names,
                  self.trials.cudagraph, torch.__version__, str(ctx.facts.get("num_tokens"))]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:80]

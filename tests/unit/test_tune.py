@@ -190,6 +190,23 @@ def test_explain_without_a_tuner() -> None:
     assert "batch of 6 as [3, 3]" in text and "by the cost model" in text
 
 
+def test_profile_and_simulate() -> None:
+    fast = df.compile(Resting(), Beside(), operators="eager")
+    profile = fast.profile(X)
+    assert sorted(profile.values())[-1] == pytest.approx(0.01, rel=0.5)
+    told, guessed = fast.simulate(X, profile=profile), fast.simulate(X)
+    assert told.seconds == pytest.approx(0.03, rel=0.5), "three times two rests at once"
+    assert guessed.seconds < 0.005, "nobody told it that they take so long"
+    assert fast.simulate(X, device="b200").device == "b200"
+
+
+def test_profile_leaves_no_trace() -> None:
+    state = torch.zeros(6, 8)
+    fast = df.compile(Counter(), Beside(), operators="eager")
+    fast.profile(X, state)
+    assert_equal(state, torch.zeros(6, 8))
+
+
 # --- measuring -------------------------------------------------------------------------------------------
 
 

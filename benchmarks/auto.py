@@ -1,0 +1,87 @@
+"""`auto` in every cell of the suite, against the better of torch.compile with and without CUDA graphs.
+
+`--cells NAME,NAME` measures some of them; the geometric mean over all that are known stands in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import dynaflow as df
+from benchmarks.cells import BY_NAME, CELLS, Cell
+from benchmarks.measure import Figure, Trial, figure, once, raising, rounds_for, side_by_side
+from benchmarks.report import progress
+from benchmarks.settings import Settings
+from benchmarks.suite import Benchmark
+from benchmarks.variants import Variants
+
+LIMIT = 1 / 0.99
+"""Of the time, at most: no cell is under 0.99 of the baseline's speed."""
+SECONDS = 40.0
+"""For tuning a cell."""
+
+
+def chosen(settings: Settings) -> list[Cell]:
+    return [BY_NAME[name] for name in settings.cells] if settings.cells else list(CELLS)
+
+
+def trials(settings: Settings) -> Iterator[Trial]:
+    if not settings.can_hold_llama:
+        return
+    for cell in chosen(settings):
+        try:
+            variants = once(lambda cell=cell: Variants(cell.make(settings), settings))  # type: ignore[misc]
+            variants()
+        except ImportError as e:
+            yield Trial(what="auto", baseline="the better torch.compile", situation=cell.name, skip=str(e))
+            continue
+        except Exception as e:
+            yield Trial(what="auto", baseline="the better torch.compile", situation=cell.name, run=raising(e))
+            continue
+        yield Trial(
+            what="auto",
+            baseline="the better of torch.compile, with and without CUDA graphs",
+            situation=cell.name,
+            limit=LIMIT,
+            run=lambda cell=cell, v=variants: _compare(cell, v(), settings),  # type: ignore[misc]
+        )
+        variants().close()
+        torch.cuda.empty_cache() if settings.cuda else None
+
+
+def _compare(cell: Cell, variants: Variants, settings: Settings) -> Figure:
+    """Each with and without CUDA graphs: the better of ours against the better of theirs, in the same rounds."""
+    modes = ((None, None), ("plan", "reduce-overhead")) if settings.cuda else ((None, None),)
+    runs, notes = {}, {}
+    for graph, mode in modes:
+        theirs = variants.baseline(mode)
+        options = {"seconds": 2.0 if settings.tiny else SECONDS}
+        if cell.schedulers:
+            options["among"] = [s if isinstance(s, str) else s[1] for s in cell.schedulers]
+        auto = variants.ours(df.strategies.make("auto", **options), "auto", graph)
+        away = variants.check(auto, theirs)
+        assert auto.fast is not None
+        auto.prepare()
+        decision = auto.fast.explain(**variants.case.inputs).decision
+        progress(str(decision))
+        suffix = ", one graph" if graph else ""
+        runs[f"auto{suffix}"], runs[f"torch.compile{suffix}"] = auto.timed, theirs.timed
+        notes[f"chosen{suffix}"] = decision.chosen
+        notes[f"difference{suffix}"] = away
+    times = side_by_side(runs, settings.rounds or rounds_for(runs, settings.seconds))
+    medians = {name: figure(found).value for name, found in times.items()}
+    ours = min((n for n in times if n.startswith("auto")), key=medians.__getitem__)
+    best = min((n for n in times if n.startswith("torch")), key=medians.__getitem__)
+    details = {f"{name}_ms": seconds * 1e3 for name, seconds in medians.items()}
+    ratios = [a / b for a, b in zip(times[ours], times[best], strict=True)]
+    return figure(ratios, **details, **notes, rounds=len(ratios))
+
+
+BENCHMARK = Benchmark(
+    name="auto",
+    title="`auto` in every cell: time of a call until the device is idle, as a ratio.",
+    suites=("strategies",),
+    trials=trials,
+)

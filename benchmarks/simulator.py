@@ -1,0 +1,73 @@
+"""The simulator against the clock: plans of the suite, predicted from the measured times of their operators.
+
+Each operator is timed alone; the simulator says what the plan takes with its lanes, shares and waits; the plan runs.
+Without the operators' times, from the cost model alone, stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.auto import chosen
+from benchmarks.cells import Cell
+from benchmarks.measure import Figure, Trial, figure, raising, rounds_for, side_by_side
+from benchmarks.settings import Settings
+from benchmarks.strategies import CONTESTS, Contest
+from benchmarks.suite import Benchmark
+from benchmarks.variants import Variants
+
+
+def trials(settings: Settings) -> Iterator[Trial]:
+    if not settings.can_hold_llama:
+        return
+    for cell in chosen(settings):
+        contests = [c for c in CONTESTS if c.kind in cell.kinds]
+        if contests:
+            yield from _cell(cell, contests, settings)
+
+
+def _cell(cell: Cell, contests: list[Contest], settings: Settings) -> Iterator[Trial]:
+    try:
+        variants = Variants(cell.make(settings), settings)
+    except ImportError as e:
+        yield Trial(what=contests[0].name, baseline="", situation=cell.name, skip=str(e))
+        return
+    except Exception as e:
+        yield Trial(what=contests[0].name, baseline="", situation=cell.name, run=raising(e))
+        return
+    for contest in contests:
+        yield Trial(
+            what=f"{contest.name}, predicted",
+            baseline="measured",
+            situation=cell.name,
+            run=lambda c=contest: _error(c, variants, settings),  # type: ignore[misc]
+        )
+    variants.close()
+
+
+def _error(contest: Contest, variants: Variants, settings: Settings) -> Figure:
+    ours = variants.ours(contest.scheduler(), contest.name, "plan" if settings.cuda else None)
+    assert ours.fast is not None
+    ours.prepare()
+    inputs = variants.case.inputs
+    profile = ours.fast.profile(**inputs)
+    predicted = ours.fast.simulate(profile=profile, **inputs)
+    guessed = ours.fast.simulate(**inputs)
+    runs = {"ours": ours.timed}
+    times = side_by_side(runs, settings.rounds or rounds_for(runs, settings.seconds))["ours"]
+    return figure(
+        [predicted.seconds / t for t in times],
+        predicted_ms=predicted.seconds * 1e3,
+        measured_ms=figure(times).value * 1e3,
+        guessed_ms=guessed.seconds * 1e3,
+        limited_by=predicted.limit,
+        rounds=len(times),
+    )
+
+
+BENCHMARK = Benchmark(
+    name="simulator",
+    title="Plans predicted by the simulator from the times of their operators, against the clock.",
+    suites=("strategies",),
+    trials=trials,
+)

@@ -1,0 +1,54 @@
+"""Real collectives: gloo, on processes of their own. Each module's cases share one start of its ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import four, mistakes, two
+from tests.distributed.launch import Outcome, launch
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="processes are ended by their group"),
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> object:
+    @cache
+    def run(module: str, world: int, seconds: float) -> Outcome:
+        return launch(module, world, tmp_path_factory.mktemp(module), seconds=seconds)
+
+    return run
+
+
+@pytest.mark.parametrize("case", two.CASES)
+def test_two_ranks(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
+    outcome("two", 2, 240.0).check(case, 2)
+
+
+@pytest.mark.parametrize("case", four.CASES)
+def test_four_ranks(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
+    outcome("four", 4, 120.0).check(case, 4)
+
+
+@pytest.mark.parametrize("case", mistakes.CASES)
+def test_mistakes(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
+    outcome("mistakes", 2, 90.0).check(case, 2)
+
+
+def test_a_hang_is_ended(tmp_path: Path) -> None:
+    """The launcher itself: ranks that never end are killed, and the case that they hang in is named."""
+    start = time.monotonic()
+    found = launch("hanging", 2, tmp_path, seconds=15.0)
+    assert time.monotonic() - start < 30.0
+    assert not found.ended
+    found.check("ends", 2)
+    with pytest.raises(AssertionError, match=r"hangs was still under way when time was up on ranks \[0, 1\]"):
+        found.check("hangs", 2)
