@@ -72,14 +72,19 @@ def simulate(
     shared = f", tp {tp}" if tp > 1 else f", ep {ep}" if ep > 1 else ""
     part = f", only its first {layers} layers" if layers else ""
     table = Table(title=f"{model}{part}{shared}: {what} tokens, on {where.name}", title_justify="left")
-    for column in ("", "ms", "speed-up", "limited by", *_shown):
-        table.add_column(column, justify="left" if column in ("", "limited by") else "right")
-    for name, found in (("sequence", before), (_named(strategy, plan.sequential), after)):
+    name = f"{strategy} (stays in sequence)" if plan.sequential else strategy
+    table.add_column("", min_width=min(len(name), 32))
+    for column in ("ms", "speed-up", "limited by", *_shown):
+        table.add_column(column, justify="left" if column == "limited by" else "right")
+    for row, found in (("sequence", before), (name, after)):
         busy = [f"{found.busy[r]:.0%}" for r in _shown]
         table.add_row(
-            name, f"{found.seconds * 1e3:.3f}", f"{before.seconds / found.seconds:.3f}", found.limit, *busy
+            row, f"{found.seconds * 1e3:.3f}", f"{before.seconds / found.seconds:.3f}", found.limit, *busy
         )
     _out.print(table)
+    weights = sum(p.numel() * p.element_size() for p in built.parameters())
+    if weights > where.memory:
+        _out.print(f"a GPU of {where.memory / 1e9:.0f} GB can't hold its {weights / 1e9:.0f} GB of weights", style="red")
     guessed = sorted({op.name for op in graph.ops if costs.work(op, batch).guessed})
     if guessed:
         _out.print(f"known by its inputs and results only: {guessed[0]} (and {len(guessed) - 1} more)")
@@ -100,10 +105,6 @@ def list_names() -> None:
 
     for what, names in (("models", MODELS), ("devices", DEVICES), ("strategies", CLASSES)):
         _out.print(f"[bold]{what}[/bold]: {', '.join(names)}")
-
-
-def _named(strategy: str, sequential: bool) -> str:
-    return f"{strategy} (stays in sequence)" if sequential else strategy
 
 
 def _device(name: str, ranks: int, bandwidth: float | None) -> Any:

@@ -40,6 +40,6 @@ class Explanation:
         parts.append(f"batch of {self.plan.batch_size} as [{sizes}]: {what}")
         if self.simulation is not None:
             parts.append(f"by the cost model: {self.simulation}")
-        if self.plan.tasks:
+        if len(self.plan.micro_batches) > 1:
             parts += [f"runs whole: {name}, since {why}" for name, why in self.refusals]
         return "\n".join(parts)
