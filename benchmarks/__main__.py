@@ -14,6 +14,7 @@ from benchmarks import (
     cut_cost,
     graph_launch,
     host,
+    link,
     memory,
     plan_cost,
     sequential,
@@ -38,6 +39,7 @@ ALL: tuple[Benchmark, ...] = tuple(
         plan_cost,
         cold_start,
         strategies,
+        link,
         simulator,
         auto,
     )

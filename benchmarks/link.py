@@ -4,7 +4,7 @@ gloo on one machine sends through its memory, and takes the cores for it that wo
 least as long as it would over a link of a given speed; the lane that waits for it sleeps meanwhile, as it would for a
 network card. The row "as gloo is" leaves that out. Of the ranks' times the longer one counts.
 
-`python -m benchmarks.link RANK PORT ...` is one of the processes: rank 0 prints one line of JSON.
+`python -m benchmarks.link --rank RANK ...` is one of the processes: rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ LATENCY = 100e-6
 LINKS: dict[str, float | None] = {"100 Mbit/s": 1e8 / 8, "400 Mbit/s": 4e8 / 8, "as gloo is": None}
 """Bytes a second, each way. Slow, since one core is: what counts is the share of the time."""
 BALANCED = "100 Mbit/s"
-STRATEGIES = ("comm_overlap", "token_weave", "comet")
+STRATEGIES: dict[str, dict[str, Any]] = {"comm_overlap": {}, "token_weave": {}, "comet": {"parts": 2}}
 
-# At some 30 GFLOP/s on one core a block computes for 9 ms; its 128 KiB take as long at 100 Mbit/s.
-BLOCKS, HIDDEN, INSIDE, TOKENS = 6, 256, 2048, 128
+# A block computes for some 15 to 20 ms on one core; its 256 KiB take 21 ms at 100 Mbit/s.
+BLOCKS, HIDDEN, INSIDE, TOKENS = 4, 128, 4096, 512
 TINY_BLOCKS, TINY_HIDDEN, TINY_INSIDE, TINY_TOKENS = 2, 16, 32, 8
 
 
@@ -104,8 +104,8 @@ class Block(nn.Module):
 
 def trials(settings: Settings) -> Iterator[Trial]:
     blocks, hidden, inside, tokens = sizes(settings.tiny)
+    times = once(lambda: measure(settings))
     for link in LINKS:
-        times = once(lambda link=link: measure(link, settings))
         for strategy in STRATEGIES:
             yield Trial(
                 what=f"speed-up of {strategy}",
@@ -113,7 +113,8 @@ def trials(settings: Settings) -> Iterator[Trial]:
                 situation=f"{WORLD} ranks, link {link}, {blocks} blocks of {hidden}/{inside}, {tokens} tokens",
                 limit=LEAST if link == BALANCED and strategy == "comm_overlap" and not settings.tiny else None,
                 at_least=True,
-                run=lambda times=times, strategy=strategy: _speed_up(times(), strategy),
+                skip="a benchmark of the CPU" if settings.cuda else "",
+                run=lambda link=link, strategy=strategy: _speed_up(times()[link], strategy),
             )
 
 
@@ -127,10 +128,14 @@ def _speed_up(times: dict[str, list[float]], strategy: str) -> Figure:
     return figure(ratios, **medians, rounds=len(ratios))
 
 
-def measure(link: str, settings: Settings) -> dict[str, list[float]]:
-    """Seconds of each strategy's calls, round by round, as found by processes of their own."""
+Times = dict[str, dict[str, list[float]]]
+"""Link -> strategy -> seconds of its calls, round by round."""
+
+
+def measure(settings: Settings) -> Times:
+    """As found by processes of their own."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    line = [sys.executable, "-m", "benchmarks.link", "--port", str(store.port), "--link", link]
+    line = [sys.executable, "-m", "benchmarks.link", "--port", str(store.port)]
     line += ["--operators", settings.operators, "--rounds", str(settings.rounds or ROUNDS)]
     line += ["--tiny"] if settings.tiny else []
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH")) if p)
@@ -154,8 +159,9 @@ def measure(link: str, settings: Settings) -> dict[str, list[float]]:
         if any(failed):
             said.seek(0)
             raise RuntimeError(f"the ranks ended with {failed}: {said.read().strip()[-250:]}")
-    found: dict[str, list[float]] = json.loads(output.strip().splitlines()[-1])
-    progress(f"  link {link}: " + ", ".join(f"{k} {figure(v).value * 1e3:.1f} ms" for k, v in found.items()))
+    found: Times = json.loads(output.strip().splitlines()[-1])
+    for link, times in found.items():
+        progress(f"  link {link}: " + ", ".join(f"{k} {figure(v).value * 1e3:.1f} ms" for k, v in times.items()))
     return found
 
 
@@ -163,7 +169,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--link", choices=list(LINKS), required=True)
     parser.add_argument("--operators", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--tiny", action="store_true")
@@ -175,26 +180,32 @@ def main() -> None:
         "slow_link", store=store, rank=args.rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT)
     )
     with torch.no_grad():
-        times = _times(LINKS[args.link], args.rounds, args.operators, args.tiny)
-    # The slower rank's, round by round: the other one waits for it somewhere.
+        times = _times(args.rounds, args.operators, args.tiny)
     store.set(f"times/{args.rank}", json.dumps(times))
     everywhere = [json.loads(store.get(f"times/{rank}")) for rank in range(WORLD)]
     if args.rank == 0:
-        longest = {name: [max(both) for both in zip(*(t[name] for t in everywhere), strict=True)] for name in times}
-        print(json.dumps(longest))
+        print(json.dumps({link: _longest([t[link] for t in everywhere]) for link in LINKS}))
     store.set(f"done/{args.rank}", "")
     store.wait([f"done/{rank}" for rank in range(WORLD)])
     dist.destroy_process_group()
 
 
-def _times(speed: float | None, rounds: int, operators: Any, tiny: bool) -> dict[str, list[float]]:
+def _longest(everywhere: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """The slower rank's time, round by round: the other one waits for it somewhere."""
+    return {
+        name: [max(both) for both in zip(*(times[name] for times in everywhere), strict=True)] for name in everywhere[0]
+    }
+
+
+def _times(rounds: int, operators: Any, tiny: bool) -> Times:
     blocks, hidden, inside, tokens = sizes(tiny)
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(*(Block(hidden, inside) for _ in range(blocks))).eval().requires_grad_(False)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(0))
     link: Any = dist.group.WORLD
     runs = {"sequential": df.compile(model, "sequential", operators=operators)}
-    runs |= {name: df.compile(model, name, operators=operators) for name in STRATEGIES}
+    for name, options in STRATEGIES.items():
+        runs[name] = df.compile(model, name, scheduler_options=options, operators=operators)
     expected = model(x)
     for fast in runs.values():
         agree([expected], [fast(x)], FP32_LIMIT)
@@ -205,10 +216,15 @@ def _times(speed: float | None, rounds: int, operators: Any, tiny: bool) -> dict
         link.speed = speed
         dist.barrier()
 
-    timed = {name: Timed(run=lambda fast=fast: fast(x), prepare=lambda: prepare(speed)) for name, fast in runs.items()}
-    # With gloo's own time, which no link of its own would spare.
-    timed["compute"] = Timed(run=lambda: runs["sequential"](x), prepare=lambda: prepare(None))
-    return side_by_side(timed, rounds)
+    def timed(speed: float | None) -> dict[str, Timed]:
+        found = {
+            name: Timed(run=lambda fast=fast: fast(x), prepare=lambda: prepare(speed)) for name, fast in runs.items()
+        }
+        # With gloo's own time: that much no link, however fast, would spare.
+        found["compute"] = Timed(run=lambda: runs["sequential"](x), prepare=lambda: prepare(None))
+        return found
+
+    return {name: side_by_side(timed(speed), rounds) for name, speed in LINKS.items()}
 
 
 BENCHMARK = Benchmark(

@@ -19,7 +19,9 @@ except ImportError as e:
 
 from dynaflow.errors import DynaFlowError, ScheduleError
 
-app = typer.Typer(help="Programmable intra-device parallelism for PyTorch.", no_args_is_help=True)
+app = typer.Typer(
+    help="Programmable intra-device parallelism for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False
+)
 _out = Console()
 _shown = ("compute", "memory", "link", "sms")
 
@@ -84,7 +86,7 @@ def simulate(
     _out.print(table)
     weights = sum(p.numel() * p.element_size() for p in built.parameters())
     if weights > where.memory:
-        _out.print(f"a GPU of {where.memory / 1e9:.0f} GB can't hold its {weights / 1e9:.0f} GB of weights", style="red")
+        _out.print(f"{weights / 1e9:.0f} GB of weights on a GPU that holds {where.memory / 1e9:.0f}", style="red")
     guessed = sorted({op.name for op in graph.ops if costs.work(op, batch).guessed})
     if guessed:
         _out.print(f"known by its inputs and results only: {guessed[0]} (and {len(guessed) - 1} more)")

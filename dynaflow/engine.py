@@ -82,6 +82,14 @@ class _Schedules:
             return self
         return self.others.setdefault(scheduler, _Schedules(scheduler))
 
+    def choose(self, situation: Any, scheduler: OpSchedulerBase) -> None:
+        """From now on it decides there. Plans of those that were only tried go, with their memory and graphs."""
+        self.chosen[situation] = self.of(scheduler)
+        used = {id(chosen) for chosen in self.chosen.values()}
+        for other in self.others.values():
+            if id(other) not in used:
+                other.plans.clear()
+
     @property
     def has_key(self) -> bool:
         return type(self.scheduler).key is not OpSchedulerBase.key
@@ -263,8 +271,8 @@ class Engine:
         if len(schedules.chosen) >= PLANS_KEPT:
             schedules.chosen.pop(next(iter(schedules.chosen)))
         key = self._situation(schedules, runner, sizes, facts)
-        schedules.chosen[key] = schedules.of(chosen)
         schedules.notes[key] = ctx.note if graph is not None else None
+        schedules.choose(key, chosen)
 
     def _decide_later(self, schedules: _Schedules, key: Any, ctx: ScheduleContext) -> None:
         """In a thread of its own, on copies: callers go on using the arguments."""
@@ -284,7 +292,8 @@ class Engine:
                 except Exception as e:
                     ctx.note = f"tuning failed: {type(e).__name__}: {e}"
                 else:
-                    schedules.chosen[key] = schedules.of(chosen)
+                    with self._lock:
+                        schedules.choose(key, chosen)
                 schedules.notes[key] = ctx.note
                 trials.args = ()
 

@@ -29,7 +29,7 @@ def partition(graph: CapturedGraph, probe: Probe, rules: Sequence[Rule], *, comp
     work = [n for n in graph.gm.graph.nodes if _is_work(n, probe.facts)]
     claims = claim(work, probe, rules, complete)
     after = _order(work, probe)
-    groups = _group(work, claims, after)
+    groups = _group(work, claims, after, probe)
     return Build(graph, probe, groups, after).result()
 
 
@@ -72,25 +72,21 @@ def _order(work: list[fx.Node], probe: Probe) -> dict[fx.Node, set[fx.Node]]:
 # 3. group
 
 
-def _group(work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]]) -> list[Group]:
+def _group(
+    work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]], probe: Probe
+) -> list[Group]:
     groups: list[Group] = []
     ancestors: list[int] = []  # a bit mask of the groups that come before each
     home: dict[fx.Node, int] = {}
     current: dict[Any, int] = {}
-    run = 0
-    previous: Any = None
+    keys = _keys(work, claims, after, probe)
     for node in work:
-        claim = claims[node]
-        key: Any = claim.key if claim else None
-        if key is None and previous is not None:
-            run += 1
-        previous = key
-        key = key or ("between", run)
+        key = keys[node]
         deps = {home[d] for d in after[node]}
         mine = current.get(key)
         if mine is None or any(ancestors[d] >> mine & 1 for d in deps if d != mine):
             mine = current[key] = len(groups)
-            groups.append(Group(claim=claim))
+            groups.append(Group(claim=claims[node]))
             ancestors.append(0)
         groups[mine].nodes.append(node)
         home[node] = mine
@@ -104,6 +100,37 @@ def _group(work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict
                     ancestors[g] |= new
     groups = [part for group in groups for part in _components(group, after)]
     return _sorted(groups, after)
+
+
+def _keys(
+    work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]], probe: Probe
+) -> dict[fx.Node, Any]:
+    """What is to be one operator has one key: a claim's, or that of a run of nodes between claims."""
+    runs: list[list[fx.Node]] = [[]]
+    for node in work:
+        if claims[node] is None:
+            runs[-1].append(node)
+        elif runs[-1]:
+            runs.append([])
+    keys: dict[fx.Node, Any] = {node: claim.key for node, claim in claims.items() if claim is not None}
+    for number, run in enumerate(runs):
+        mixing = _mixing(run, after, probe)
+        keys.update({node: ("between", number, node in mixing) for node in run})
+    return keys
+
+
+def _mixing(run: list[fx.Node], after: dict[fx.Node, set[fx.Node]], probe: Probe) -> set[fx.Node]:
+    """The nodes of a run that mix rows, and those on the way from one to another: they run whole, the rest need not."""
+    inside = set(run)
+    refuses = {node for node in run if probe.facts[node].refusals}
+    behind, ahead = set(refuses), set(refuses)
+    for node in run:
+        if after[node] & behind:
+            behind.add(node)
+    for node in reversed(run):
+        if node in ahead:
+            ahead |= after[node] & inside
+    return behind & ahead
 
 
 def _components(group: Group, after: dict[fx.Node, set[fx.Node]]) -> list[Group]:

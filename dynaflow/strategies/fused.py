@@ -1,8 +1,8 @@
 """A collective, what is added to its result, and the norm behind it, as one call.
 
-The call computes what the operators compute, by their own graphs: no weight, epsilon or cast is guessed. On CUDA the sum
-over the ranks goes through symmetric memory where the group has it: each rank reads its neighbours' memory, and no
-library's kernels wait for one another. The rest is compiled to one kernel there.
+The call computes what the operators compute, by their own graphs: no weight, epsilon or cast is guessed. On CUDA the
+sum over the ranks goes through symmetric memory where the group has it, each rank reading its neighbours' memory; what
+follows it is compiled there, to one kernel where that can be. No machine with several GPUs has run this yet.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class Fusions:
     def make(self, ctx: df.ScheduleContext, chain: Sequence[df.Op]) -> ReducedNorm:
         items = [ctx.items(op)[0] for op in chain]
         named = {
-            name: value
-            for item in items
-            for name, value in zip(ctx.signature([item])[1], item.op.writes, strict=True)
+            name: value for item in items for name, value in zip(ctx.signature([item])[1], item.op.writes, strict=True)
         }
         results = [named[name] for name in ctx.signature(items)[1]]
         return ReducedNorm(chain, results, self.link, self._tail)
@@ -117,7 +115,8 @@ class ReducedNorm:
             made += op.writes
         self.given = [v for v in self.reads if any(v in op.reads for op in rest)]
         self._graph = _compose(rest, [*first.writes, *self.given], results)
-        self._make_tail, self._tail = tail, None
+        self._make_tail = tail
+        self._tail: Callable[..., Any] | None = None
         self.link = link if self._is_sum() and not set(first.writes) & set(results) else None
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -174,7 +173,7 @@ def _text(graph: fx.Graph) -> tuple[Any, ...]:
     """The graph without its names: equal for equal layers."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     return tuple(
-        (node.op, str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")))  # type: ignore[arg-type, return-value]
+        (node.op, str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")))
         if node.op != "placeholder"
         else (node.op,)
         for node in graph.nodes
@@ -193,7 +192,8 @@ class Link:
 
     def sum(self, x: Tensor, group: str) -> Tensor | None:
         """The sum, in memory that the next one on this stream is written to; None if it can't be had."""
-        if x.device.type != "cuda" or x.dtype not in _DTYPES or not x.numel():
+        differentiated = torch.is_grad_enabled() and x.requires_grad
+        if x.device.type != "cuda" or x.dtype not in _DTYPES or not x.numel() or differentiated:
             return None
         nbytes = 1 << (x.nbytes - 1).bit_length()  # few sizes, so that few buffers serve all
         key = (group, x.device, torch.cuda.current_stream(x.device).cuda_stream, nbytes)
@@ -227,7 +227,7 @@ def _shared(nbytes: int, device: torch.device, group: str) -> Tensor | None:
         try:
             if rendezvous:
                 assert buffer is not None
-                symmetric.rendezvous(buffer, group)
+                symmetric.rendezvous(buffer, group)  # type: ignore[arg-type]
             else:
                 buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError:

@@ -227,14 +227,13 @@ def inputs(model: Any, situation: Situation, *, logits: Literal["last", "all"] =
     if situation.prompt:
         return given
     cache: Any = StaticCache(config=config, max_cache_len=situation.context + 1)
-    wide = getattr(config, "qk_head_dim", None) or config.head_dim
-    deep = getattr(config, "v_head_dim", None) or config.head_dim
+    heads, widths = config.num_key_value_heads, (config.head_dim, config.head_dim)
+    if hasattr(config, "kv_lora_rank"):  # latent attention keeps one compressed head
+        heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
     for layer in cache.layers:
-        like = [
-            torch.empty((situation.batch, config.num_key_value_heads, 1, width), dtype=model.dtype, device="meta")
-            for width in (wide, deep)
-        ]
-        layer.lazy_initialization(*like)
+        layer.lazy_initialization(
+            *(torch.empty((situation.batch, heads, 1, w), dtype=model.dtype, device="meta") for w in widths)
+        )
     given["position_ids"] = torch.empty((situation.batch, 1), dtype=torch.long, device="meta")
     return given | {"past_key_values": cache, "use_cache": True}
 

@@ -2,19 +2,18 @@
 
 The host issues tasks in the plan's order. Each lane runs its own one after the other; a task starts when it was
 issued, its lane is free and the tasks that it waits for have ended. Tasks that run at the same time share what the
-device has: each gets what it would use alone, as long as there is enough; of what there is too little of, all get as
-much (or less, if less will do), more urgent lanes first.
+device has (`contention.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynaflow.capture.ops import OpGraph
 from dynaflow.errors import PlanError
 from dynaflow.schedule.plan import Item, Plan, Task
+from dynaflow.tune.contention import Needs, share
 from dynaflow.tune.cost import RESOURCES, Costs, Phase
 from dynaflow.tune.device import Device
 from dynaflow.tune.simulation import Load, Simulation, TaskSpan
@@ -101,9 +100,9 @@ def _phases(plan: Plan, graph: OpGraph, costs: Costs, task: Task, sms: int | Non
                         advice="simulate a plan with the graph that it was made for")  # fmt: skip
     found = [p for i in task.items for p in costs.phases(graph.by_name[i.op], rows_of(plan, graph, i), sms)]
     measured = costs.function(task.replace, rows_of(plan, graph, task.items[0]), sms) if task.replace else None
-    if measured is None:
-        return tuple(found)
     estimated = math.fsum(p.seconds for p in found)
+    if measured is None or not estimated:
+        return tuple(found)
     return tuple(Phase(p.seconds * measured / estimated, p.uses) for p in found)
 
 
@@ -156,7 +155,7 @@ def _issue(plan: Plan, graph: OpGraph, costs: Costs, jobs: list[_Job], device: D
 
 
 def _run(lanes: list[_Lane], jobs: list[_Job], device: Device) -> list[tuple[float, float, dict[int, float]]]:
-    """Sets the start and end of each job. Returns (from, to, what was in use): see `_rates` for the numbers."""
+    """Sets the start and end of each job. Returns (from, to, what was in use), by the numbers of `_needs`."""
     now = 0.0
     loads: list[tuple[float, float, dict[int, float]]] = []
     known: dict[tuple[tuple[int, int], ...], tuple[list[float], dict[int, float]]] = {}
@@ -170,7 +169,7 @@ def _run(lanes: list[_Lane], jobs: list[_Job], device: Device) -> list[tuple[flo
             continue
         key = tuple([(id(lane), id(lane.jobs[lane.at].phases[lane.phase])) for lane in running])
         if key not in known:
-            known[key] = _rates(running)
+            known[key] = share([_needs(lane) for lane in running], [lane.priority for lane in running])
         rates, used = known[key]
         step = min([wake - now, *(lane.left / rate for lane, rate in zip(running, rates, strict=True) if rate)])
         loads.append((now, now + step, used))
@@ -227,66 +226,13 @@ def _advance(lane: _Lane, now: float) -> None:
         lane.running = False
 
 
-def _rates(running: Sequence[_Lane]) -> tuple[list[float], dict[int, float]]:
-    """How fast each goes, 1 being alone on the device; and what is in use. A part of the SMs is numbered after all
-    resources."""
-    needs = []
-    for lane in running:
-        uses = lane.jobs[lane.at].phases[lane.phase].uses
-        need = {r: u for r, u in enumerate(uses) if u > 0 and r != SMS}
-        if uses[SMS] > 0:
-            need[len(RESOURCES) + lane.pool] = uses[SMS]
-        needs.append(need)
-    rates = [0.0] * len(running)
-    used: dict[int, float] = {}
-    for priority in sorted({lane.priority for lane in running}):
-        mine = [i for i, lane in enumerate(running) if lane.priority == priority]
-        _hold_back(needs, rates, used, mine)
-        for i in mine:
-            for r, need in needs[i].items():
-                used[r] = used.get(r, 0.0) + need * rates[i]
-        _fill(needs, rates, used, set(mine))
-    return rates, {r: min(1.0, u) for r, u in used.items()}
-
-
-def _hold_back(needs: list[dict[int, float]], rates: list[float], used: dict[int, float], mine: list[int]) -> None:
-    """From full speed down, until there is enough of everything, the scarcest first. Of what is short all get as much,
-    or what they need if that is less: so a small user is not held up by a large one."""
-    for i in mine:
-        rates[i] = 1.0
-    while True:
-        wanted: dict[int, float] = {}
-        for i in mine:
-            for r, need in needs[i].items():
-                wanted[r] = wanted.get(r, 0.0) + need * rates[i]
-        over = {r: w - (1.0 - used.get(r, 0.0)) for r, w in wanted.items()}
-        scarce = max(over, key=lambda r: (over[r], -r), default=None)
-        if scarce is None or over[scarce] <= 1e-9:
-            return
-        left = max(0.0, 1.0 - used.get(scarce, 0.0))
-        users = sorted((i for i in mine if scarce in needs[i]), key=lambda i: needs[i][scarce] * rates[i])
-        for n, i in enumerate(users):
-            given = min(needs[i][scarce] * rates[i], left / (len(users) - n))
-            rates[i] = given / needs[i][scarce]
-            left -= given
-
-
-def _fill(needs: list[dict[int, float]], rates: list[float], used: dict[int, float], rising: set[int]) -> None:
-    """What was held back for one resource may have left some of another: raises all together while it lasts."""
-    while True:
-        full = {r for r, u in used.items() if u >= 1.0 - 1e-9}
-        rising = {i for i in rising if rates[i] < 1.0 - 1e-9 and not needs[i].keys() & full}
-        if not rising:
-            return
-        slope: dict[int, float] = {}
-        for i in rising:
-            for r, need in needs[i].items():
-                slope[r] = slope.get(r, 0.0) + need
-        step = min([*(1.0 - rates[i] for i in rising), *((1.0 - used.get(r, 0.0)) / s for r, s in slope.items())])
-        for i in rising:
-            rates[i] += step
-        for r, s in slope.items():
-            used[r] = used.get(r, 0.0) + s * step
+def _needs(lane: _Lane) -> Needs:
+    """What the lane's current phase uses; a part of the SMs is numbered after all resources."""
+    uses = lane.jobs[lane.at].phases[lane.phase].uses
+    found = {r: u for r, u in enumerate(uses) if u > 0 and r != SMS}
+    if uses[SMS] > 0:
+        found[len(RESOURCES) + lane.pool] = uses[SMS]
+    return found
 
 
 def _weighted(loads: list[tuple[float, float, dict[int, float]]], sizes: dict[int, int], sms: int) -> tuple[Load, ...]:

@@ -12,6 +12,7 @@ Ranks that meet in collectives make the same calls in the same order, and go by 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ GAIN = 0.99
 TRUSTED_GAIN = 0.93
 """The same for a prediction that nothing was measured for."""
 _store = Store("decisions")
+_numbers = itertools.count()
 
 Say = Callable[[str], None]
 
@@ -80,6 +82,7 @@ class Tuner:
         self.groups = sorted({g for op in ctx.ops for g in op.groups})
         self.ranks = _torch.ranks_of(self.groups) if self.groups else ()
         self.exchanges = 0
+        self.number = next(_numbers) if self.ranks else 0  # ranks tune the same situations in the same order
         self.profiler = Profiler(ctx.device)
 
     def decide(self) -> tuple[OpSchedulerBase, Decision]:
@@ -202,7 +205,7 @@ class Tuner:
         """All ranks go by the same times, or they would choose differently."""
         if len(self.ranks) < 2:
             return found
-        prefix = f"dynaflow/tune/{self._key()}/{self.exchanges}"
+        prefix = f"dynaflow/tune/{self.number}/{self.exchanges}"
         self.exchanges += 1
         heard = _torch.exchange(prefix, _torch.rank(), self.ranks, json.dumps(found), PATIENCE)
         everyone = [json.loads(text) for text in heard.values()]

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
+START = 120.0
+"""Seconds in which the ranks must have come to their first case."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +41,7 @@ class Outcome:
 
 
 def launch(module: str, world: int, folder: Path, *, seconds: float) -> Outcome:
-    """Runs the cases of a module of tests.distributed on `world` ranks, for `seconds` at most."""
+    """Runs the cases of a module of tests.distributed on `world` ranks, for `seconds` at most once all have begun."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
@@ -55,11 +58,10 @@ def launch(module: str, world: int, folder: Path, *, seconds: float) -> Outcome:
             command += [str(rank), str(world), str(store.port), str(folder)]
             with (folder / f"rank{rank}.log").open("wb") as log:
                 ranks.append(
-                    subprocess.Popen(
-                        command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-                    )
+                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
                 )
-        ended = _wait(ranks, time.monotonic() + seconds)
+        said = [folder / f"rank{rank}.jsonl" for rank in range(world)]
+        ended = _wait(ranks, START, until=lambda: all(path.exists() for path in said)) or _wait(ranks, seconds)
     finally:
         for process in ranks:
             if process.poll() is None:
@@ -77,8 +79,10 @@ def launch(module: str, world: int, folder: Path, *, seconds: float) -> Outcome:
     return outcome
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], until: float) -> bool:
-    while time.monotonic() < until:
+def _wait(ranks: list[subprocess.Popen[bytes]], seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+    """Whether all ranks have ended, now that `seconds` are over or something else has come first."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not until():
         if all(process.poll() is not None for process in ranks):
             return True
         time.sleep(0.05)

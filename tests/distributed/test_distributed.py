@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
@@ -45,9 +44,7 @@ def test_mistakes(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_hang_is_ended(tmp_path: Path) -> None:
     """The launcher itself: ranks that never end are killed, and the case that they hang in is named."""
-    start = time.monotonic()
-    found = launch("hanging", 2, tmp_path, seconds=15.0)
-    assert time.monotonic() - start < 30.0
+    found = launch("hanging", 2, tmp_path, seconds=3.0)
     assert not found.ended
     found.check("ends", 2)
     with pytest.raises(AssertionError, match=r"hangs was still under way when time was up on ranks \[0, 1\]"):
