@@ -1,4 +1,4 @@
-"""The command line: what a strategy would give for a model on a device, with neither at hand."""
+"""The command line: what a strategy would give on a device that is not at hand, and what is best on the one that is."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ def simulate(
         table.add_column(column, justify="left" if column == "limited by" else "right")
     for row, found in (("sequence", before), (name, after)):
         busy = [f"{found.busy[r]:.0%}" for r in _shown]
-        table.add_row(
-            row, f"{found.seconds * 1e3:.3f}", f"{before.seconds / found.seconds:.3f}", found.limit, *busy
-        )
+        table.add_row(row, f"{found.seconds * 1e3:.3f}", f"{before.seconds / found.seconds:.3f}", found.limit, *busy)
     _out.print(table)
     weights = sum(p.numel() * p.element_size() for p in built.parameters())
     if weights > where.memory:
@@ -96,6 +94,38 @@ def simulate(
     if trace is not None:
         trace.write_text(after.to_json())
         _out.print(f"timeline in {trace}: open it at https://ui.perfetto.dev", style="dim")
+
+
+@app.command()
+def tune(
+    target: Annotated[str, typer.Argument(help="module:function, which returns the model and its inputs.")],
+    seconds: Annotated[float, typer.Option(min=0, help="For each situation.")] = 60.0,
+    most: Annotated[int, typer.Option(min=1, help="Schedules that are measured, of those that look best.")] = 4,
+    cudagraph: Annotated[str | None, typer.Option(help="plan or pieces, as in df.compile.")] = None,
+    operators: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
+) -> None:
+    """Measures the strategies on a model of yours, and prints a configuration to paste.
+
+    The function returns (model, inputs): keyword arguments, or a list of them, one for each situation.
+    """
+    import torch
+
+    import dynaflow as df
+    from dynaflow.tune.paste import configuration
+
+    model, inputs = _found(target)()
+    options = {"seconds": seconds, "most": most, "progress": True}
+    fast = df.compile(model, "auto", scheduler_options=options, cudagraph=cudagraph, operators=operators)  # type: ignore[arg-type]
+    chosen = []
+    with torch.no_grad():
+        for given in inputs if isinstance(inputs, list) else [inputs]:
+            found = fast.explain(**given)
+            sizes = {name: tuple(t.shape) for name, t in given.items() if isinstance(t, torch.Tensor)}
+            _out.print(f"[bold]{sizes}[/bold]")
+            _out.print(str(found.decision), markup=False, highlight=False, soft_wrap=True)
+            chosen.append((sizes, found.decision.chosen))
+    _out.print("\n[bold]to paste[/bold]")
+    _out.print(configuration(chosen, cudagraph), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("list")
@@ -134,14 +164,7 @@ def _scheduler(strategy: str, options: list[str]) -> Any:
     given = dict(_option(text) for text in options)
     if ":" not in strategy:
         return make(strategy, **given)
-    module, _, name = strategy.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's own file is most likely here
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise ScheduleError(f"no scheduler at {strategy!r}: {e}", advice="say module:Class, as in an import") from e
-    finally:
-        sys.path.remove(os.getcwd())
+    kind = _found(strategy)
     try:
         made = kind(**given)
     except TypeError as e:
@@ -149,6 +172,20 @@ def _scheduler(strategy: str, options: list[str]) -> Any:
     if not isinstance(made, OpSchedulerBase):
         raise ScheduleError(f"{strategy} is no scheduler", advice="name a subclass of dynaflow.OpSchedulerBase")
     return made
+
+
+def _found(path: str) -> Any:
+    """What stands at module:name."""
+    module, colon, name = path.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's own file is most likely here
+    try:
+        if not colon:
+            raise ImportError("no name in the module is given")
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as e:
+        raise ScheduleError(f"nothing at {path!r}: {e}", advice="say module:name, as in an import") from e
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 def _option(text: str) -> tuple[str, Any]:

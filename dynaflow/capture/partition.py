@@ -19,7 +19,7 @@ from torch import fx
 from dynaflow.capture.claims import Claim, claim
 from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.ops import OpGraph
-from dynaflow.capture.pieces import Build, Group, bases_of, is_region
+from dynaflow.capture.pieces import Build, Group, bases_of, is_region, is_spread
 from dynaflow.capture.probe import NodeFacts, Probe
 from dynaflow.capture.rules import Rule
 
@@ -120,9 +120,13 @@ def _keys(
 
 
 def _mixing(run: list[fx.Node], after: dict[fx.Node, set[fx.Node]], probe: Probe) -> set[fx.Node]:
-    """The nodes of a run that mix rows, and those on the way from one to another: they run whole, the rest need not."""
+    """The nodes of a run that mix rows, and those on the way from one to another: they run whole, the rest need not.
+
+    Those that make or read a DTensor as well: none may go from one operator to another.
+    """
     inside = set(run)
-    refuses = {node for node in run if probe.facts[node].refusals}
+    facts = probe.facts
+    refuses = {n for n in run if facts[n].refusals or any(is_spread(a, facts) for a in (n, *n.all_input_nodes))}
     behind, ahead = set(refuses), set(refuses)
     for node in run:
         if after[node] & behind:

@@ -149,6 +149,8 @@ class Build:
         shared = not any(self.values[v].carries_batch for v in (*reads, *writes))
         declared = group.claim.splittable if group.claim else None
         refusal, line = self._refusal(piece, declared)
+        if any(n not in self.input_of and is_spread(n, self.facts) for n in (*piece.reads, *outs)):
+            refusal = "a DTensor goes in or out, whose rows can't be followed"
         touches: dict[int, bool] = {}
         for n in group.nodes:
             fact = self.facts[n]
@@ -375,6 +377,11 @@ def bases_of(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> list[fx.Node]:
         else:
             found.append(n)
     return found
+
+
+def is_spread(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
+    """The node's result is a DTensor. Its rows are not followed: it should stay inside of one operator."""
+    return _torch.shard_of(facts[node].value) is not None
 
 
 def is_region(node: fx.Node) -> bool:

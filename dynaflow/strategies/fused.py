@@ -117,7 +117,7 @@ class ReducedNorm:
         self._graph = _compose(rest, [*first.writes, *self.given], results)
         self._make_tail = tail
         self._tail: Callable[..., Any] | None = None
-        self.link = link if self._is_sum() and not set(first.writes) & set(results) else None
+        self.link = link if self._is_sum() else None
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
         known = dict(zip(self.reads, values, strict=True))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import dynaflow as df
 from dynaflow.cli import app, main
+from dynaflow.tune.paste import configuration
 
 ONE_LAYER = ["simulate", "--model", "llama-3-70b", "--layers", "1", "--device", "b200", "--tp", "8"]
 
@@ -68,7 +71,7 @@ def test_the_names_that_there_are() -> None:
         (["--model", "lama-3"], "there are llama-3-8b"),
         (["--device", "h300"], "no device is named 'h300'"),
         (["--strategy", "nanoflows"], "nanoflow"),
-        (["--strategy", "nowhere:Class"], "no scheduler at 'nowhere:Class'"),
+        (["--strategy", "nowhere:Class"], "nothing at 'nowhere:Class'"),
         (["--strategy", f"{__name__}:NoScheduler"], "is no scheduler"),
         (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "can't be made"),
         (["--option", "parts"], "say name=value"),
@@ -88,3 +91,42 @@ def test_mistakes_are_told_and_what_to_do(
     assert stopped.value.code == 2
     text = " ".join(capsys.readouterr().err.split())
     assert told in text and "what to do:" in text
+
+
+def small_model() -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """For `dynaflow tune`."""
+    return torch.nn.Linear(4, 4), [{"input": torch.ones(2, 4)}, {"input": torch.ones(3, 4)}]
+
+
+def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DYNAFLOW_CACHE_DIR", str(tmp_path))
+    target = "tests.unit.test_cli:small_model"
+    found = CliRunner().invoke(app, ["tune", target, "--seconds", "1", "--operators", "eager"])
+    assert found.exit_code == 0, found.output
+    assert found.output.count("chosen: sequential") == 2
+    assert "df.compile(model, make('sequential'))" in found.output
+
+
+def test_tune_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["dynaflow", "tune", "tests.unit.test_cli:nothing"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+
+
+def test_a_configuration_that_can_be_pasted() -> None:
+    text = configuration(
+        [
+            ({"x": (8, 4), "y": (2,)}, "nanoflow(parts=2)"),
+            ({"x": (8, 5), "y": (2,)}, "prefetch(comm_overlap(parts=3))"),
+            ({"x": (1, 5), "y": (2,)}, "sequential"),
+        ],
+        "plan",
+    )
+    names: dict[str, Any] = {"df": df, "model": torch.nn.Identity()}
+    exec(text, names)
+    chosen = names["CHOSEN"]
+    assert list(chosen) == [((8, 4),), ((8, 5),)]
+    assert type(chosen[(8, 4),]).__name__ == "NanoFlow" and chosen[(8, 4),].parts == 2
+    assert type(chosen[(8, 5),]).__name__ == "Prefetch"
+    assert isinstance(names["fast"], df.CompiledModel)
