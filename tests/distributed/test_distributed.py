@@ -7,8 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from benchmarks import link
+from benchmarks.settings import Settings
+from benchmarks.suite import run
 from tests.distributed import four, mistakes, two
 from tests.distributed.launch import Outcome, launch
 
@@ -21,10 +25,10 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> object:
     @cache
-    def run(module: str, world: int, seconds: float) -> Outcome:
+    def once(module: str, world: int, seconds: float) -> Outcome:
         return launch(module, world, tmp_path_factory.mktemp(module), seconds=seconds)
 
-    return run
+    return once
 
 
 @pytest.mark.parametrize("case", two.CASES)
@@ -49,3 +53,10 @@ def test_a_hang_is_ended(tmp_path: Path) -> None:
     found.check("ends", 2)
     with pytest.raises(AssertionError, match=r"hangs was still under way when time was up on ranks \[0, 1\]"):
         found.check("hangs", 2)
+
+
+def test_the_link_is_measured() -> None:
+    """Results are compared before anything is timed: a row without an error was right on both ranks."""
+    rows = run([link.BENCHMARK], Settings(tiny=True, operators="eager", rounds=2, device=torch.device("cpu")), None)
+    assert len(rows[0].rows) == len(link.LINKS) * len(link.STRATEGIES)
+    assert not [row for row in rows[0].rows if "error" in row]

@@ -34,7 +34,24 @@ def test_the_fast_suite_runs(tmp_path: Path) -> None:
         for row in made.rows:
             assert row["situation"] == "decode8, tiny" and row["limit"] != ""
             assert "value" in row or "CUDA" in row["skipped"]
-    assert {"fast", "core"} == {suite for b in ALL for suite in b.suites}
+    assert {"fast", "core", "strategies"} == {suite for b in ALL for suite in b.suites}
+
+
+def test_the_strategies_suite_runs(tmp_path: Path) -> None:
+    cells = "two streams 1,link 2048/14336,mixed 512/1024/1,offloaded 1x2048"
+    line = ["--suite", "strategies", "--tiny", "--operators", "eager", "--rounds", "2", "--cells", cells]
+    reports = main([*line, "--out", str(tmp_path), "--only", "strategies", "auto"])
+    strategies, auto = reports
+    for made in reports:
+        assert not [row for row in made.rows if "error" in row], made.rows
+    assert [row["situation"] for row in auto.rows] == cells.split(",")
+    assert {row["situation"] for row in strategies.rows} == set(cells.split(","))
+    assert all(row["details"]["chosen"] for row in auto.rows)
+
+
+def test_an_unknown_cell() -> None:
+    with pytest.raises(SystemExit, match="two streams 1"):
+        main(["--suite", "strategies", "--tiny", "--cells", "two streams"])
 
 
 def test_layers_and_planning_run() -> None:

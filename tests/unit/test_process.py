@@ -199,9 +199,9 @@ def test_part_without_a_batch_runs_plainly() -> None:
         for _ in range(2):
             assert_equal(fast(X), model(X))
     assert fast.stats.graphs == 3
-    assert fast.stats.plain_graphs == 2
-    assert "sum" in fast.stats.plain_reasons[0]
-    assert fast.stats.sequential_runs == 4
+    assert fast.stats.plain_graphs == 1
+    assert "no batch" in fast.stats.plain_reasons[0]
+    assert fast.stats.sequential_runs == 2
     assert fast.stats.runs == 6
 
 
