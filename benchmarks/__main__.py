@@ -17,6 +17,7 @@ from benchmarks import (
     link,
     memory,
     plan_cost,
+    published,
     sequential,
     simulator,
     strategies,
@@ -41,6 +42,7 @@ ALL: tuple[Benchmark, ...] = tuple(
         strategies,
         link,
         simulator,
+        published,
         auto,
     )
 )
