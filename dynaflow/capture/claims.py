@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,19 @@ def claim(work: list[fx.Node], probe: Probe, rules: Sequence[Rule], complete: bo
                 name = _below(stack, target_names(collective)[0])
                 claims[collective] = Claim(key=("func", collective.name), name=name, tags=frozenset(), splittable=None)
             claims[node] = claims[collective]
-    return claims
+    broken = _cut_inside(work, claims, probe)
+    return {n: replace(c, splittable=None) if c and c.splittable and c.key in broken else c for n, c in claims.items()}
+
+
+def _cut_inside(work: list[fx.Node], claims: dict[fx.Node, Claim | None], probe: Probe) -> set[tuple[str, ...]]:
+    """Regions that hold another operator which mixes rows. That it runs whole breaks any promise about their rows."""
+    broken: set[tuple[str, ...]] = set()
+    for node in work:
+        claim = claims[node]
+        if probe.facts[node].refusals and not (claim and claim.splittable):
+            broken.update(("module", call) for call in module_calls(node))
+            broken.update(("mark", entry) for entry, _ in marks_of(node))
+    return broken
 
 
 def _mark_regions(work: list[fx.Node]) -> dict[str, list[str]]:

@@ -625,3 +625,34 @@ def test_context_says_the_batch() -> None:
     fast = compiled(Stack(), Scheduler(schedule), facts={"phase": "decode"})
     fast(randn(5, 8))
     assert seen == [(5, torch.device("cpu"), {"phase": "decode"})]
+
+
+class Sorted(nn.Module):
+    """Row by row as a whole, by a way that mixes them: sorts, does something to the sorted rows, sorts back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        y = x[order]
+        y = y + torch.flip(torch.flip(y, [0]), [0])
+        return y[order.argsort()]
+
+
+class AroundSorted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Sorted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x * 2) + 1
+
+
+def test_a_promise_holds_for_the_whole_region_only() -> None:
+    """An operator cut out of a region that is declared splittable mixes rows: then the region can't be split either."""
+    declared = df.SplitModule("experts", splittable=True)
+    _, plan = run_both(AroundSorted(), (randn(6, 8),), Each([declared]), verify=True)
+    assert parts_of(plan, "experts") == [(0,), (1,)]
+    fast, plan = run_both(AroundSorted(), (randn(6, 8),), Each([declared, df.SplitFunc(torch.flip)]), verify=True)
+    assert all(op.refusal for op in graph_of(fast).ops if op.name.startswith("experts"))
+    both = [declared, df.SplitFunc(torch.flip, splittable=True)]
+    _, plan = run_both(AroundSorted(), (randn(6, 8),), Each(both), verify=True)
+    assert parts_of(plan, "experts") == [(0,), (1,)], "whoever promises for both knows what comes of it"
