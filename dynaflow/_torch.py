@@ -390,3 +390,19 @@ def shard_of(tensor: Any) -> torch.Tensor | None:
         return None
     shard = getattr(tensor, "_local_tensor", None)
     return shard if isinstance(shard, torch.Tensor) else None
+
+
+def symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that other ranks may be shown. Read in 2.13's source; not seen to work, for want of several GPUs."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def meet_in(buffer: torch.Tensor | None, group: str) -> torch.Tensor:
+    """Shows the group's ranks each other's memory. Read in 2.13's source; not seen to work."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert buffer is not None
+    symmetric.rendezvous(buffer, group)  # type: ignore[arg-type]
+    return buffer

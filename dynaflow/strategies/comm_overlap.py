@@ -34,8 +34,7 @@ class CommOverlap(df.OpSchedulerBase):
         turn = 0
         while ops := ctx.get_ready_ops():
             op = next((op for op in ops if op.micro_batch == turn), ops[0])
+            # Groups: ranks may meet inside other operators too, and all meetings keep one order.
+            ctx.execute(op, lane="network" if "network" in op.tags or op.op.groups else "compute")
             if "network" in op.tags:
-                ctx.execute(op, lane="network")
                 turn = (turn + 1) % parts
-            else:
-                ctx.execute(op, lane="compute")

@@ -41,7 +41,8 @@ class DualBatch(df.OpSchedulerBase):
         while ops := ctx.get_ready_ops():
             mine = [op for op in ops if op.micro_batch == turn] or ops
             op = min(mine, key=lambda op: "shared" in op.tags)  # the routed ones first: theirs is the longer way
-            lane = next((lane for lane in ("network", "shared") if lane in op.tags), "compute")
+            usual = "network" if op.op.groups else "compute"
+            lane = next((lane for lane in ("network", "shared") if lane in op.tags), usual)
             ctx.execute(op, lane=lane)
             if "network" in op.tags:
                 turn = (op.micro_batch.index + 1) % parts

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 import dynaflow as df
+from dynaflow import _torch
 
 ADDING = frozenset(("copy_", "add", "add_", "iadd", "sub", "mul", "to", "float", "bfloat16", "half", "type_as"))
 """Calls that may stand between a collective and its norm: a residual, a bias, a scale, a cast."""
@@ -215,21 +216,12 @@ class Link:
 
 def _shared(nbytes: int, device: torch.device, group: str) -> Tensor | None:
     """Memory that all ranks of the group can reach. None, on all of them, if one of them has none."""
-    import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symmetric
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    world = dist.get_world_size(_resolve_process_group(group))  # type: ignore[arg-type]
-    buffer: Tensor | None = None
-    if world not in _WORLDS:
+    if len(_torch.ranks_of([group])) not in _WORLDS:
         return None
-    for rendezvous in (False, True):
+    buffer: Tensor | None = None
+    for step in (lambda _: _torch.symmetric_memory(nbytes, device), lambda made: _torch.meet_in(made, group)):
         try:
-            if rendezvous:
-                assert buffer is not None
-                symmetric.rendezvous(buffer, group)  # type: ignore[arg-type]
-            else:
-                buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+            buffer = step(buffer)
         except RuntimeError:
             buffer = None
         able = torch.tensor([buffer is not None], dtype=torch.int32, device=device)

@@ -56,6 +56,7 @@ class NanoFlow(df.OpSchedulerBase):
                 else:
                     waiting.add(op)
             else:
-                ctx.execute(op, lane=next(iter(op.tags & {"memory", "network"}), "compute"))
+                usual = "network" if op.op.groups else "compute"
+                ctx.execute(op, lane=next(iter(op.tags & {"memory", "network"}), usual))
             if op.tags or op in waiting:
                 turn = (op.micro_batch.index + 1) % parts
