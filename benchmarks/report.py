@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,4 +175,26 @@ def _section(result: Mapping[str, Any]) -> str:
     text += [f"{versions}; {', '.join(f'`{c}`' for c in commands)}", ""]
     text += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     text += ["| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |" for line in lines]
+    text += ["", SUMMARIES[result["benchmark"]](_values(rows))] if result["benchmark"] in SUMMARIES else []
     return "\n".join(text) + "\n"
+
+
+def _values(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [row["value"] for row in rows if "value" in row]
+
+
+def _speed(ratios: Sequence[float]) -> str:
+    """Of times to the baseline's."""
+    mean = math.exp(-math.fsum(map(math.log, ratios)) / max(len(ratios), 1))
+    worst = f"; the slowest cell {1 / max(ratios):.3f}x" if ratios else ""
+    return f"Geometric mean of the speed-ups over {len(ratios)} cells: {mean:.3f}x{worst}."
+
+
+def _errors(ratios: Sequence[float]) -> str:
+    """Of predictions to what was measured."""
+    away = sorted(abs(r - 1) for r in ratios) or [0.0]
+    return f"Error over {len(ratios)} plans: median {statistics.median(away):.1%}, worst {away[-1]:.1%}."
+
+
+SUMMARIES: dict[str, Callable[[Sequence[float]], str]] = {"auto": _speed, "simulator": _errors, "published": _errors}
+"""What stands below a table, over all its rows."""
