@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from dynaflow.capture.graph import BatchDims
-from dynaflow.engine import Engine, Facts, PlanReady, take_marks_back
+from dynaflow.engine import Engine, Facts, take_marks_back
 from dynaflow.errors import DynaFlowError, PlanError
 from dynaflow.lower.lower import CudaGraph, OnTask
 from dynaflow.lower.operators import Mode
+from dynaflow.runner import PlanReady
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.plan import Plan
 from dynaflow.stats import Stats

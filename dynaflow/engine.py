@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -23,90 +21,28 @@ from dynaflow.capture.graph import BatchDims, CapturedGraph, make_batch_dynamic
 from dynaflow.capture.marks import mark_arguments
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.partition import partition
-from dynaflow.capture.probe import Contradiction, probe
 from dynaflow.capture.rules import SplitFunc, SplitModule
-from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, SplitError, raised_at
+from dynaflow.decided import Planned, Schedules
+from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at
 from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
 from dynaflow.lower.operators import Mode, Operators
 from dynaflow.lower.padding import Padding
-from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.runner import GraphRunner, Raiser, Spaces
+from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import ScheduleContext
 from dynaflow.schedule.kept import KeptPlan, fact_value, frozen, imported
 from dynaflow.schedule.plan import Plan
 from dynaflow.schedule.ranks import Meetings
 from dynaflow.stats import Stats
+from dynaflow.trials import Trials
 from dynaflow.tune.measure import NoRoom, copied
-from dynaflow.verify import verified_run
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-Spaces = tuple[frozenset[sympy.Symbol], ...]
 
 
 PLANS_KEPT = 1024
 """Of each scheduler; then the oldest goes."""
-
-
-class PlanReady(BaseException):
-    """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`."""
-
-    def __init__(self, plan: Plan, graph: OpGraph, note: Any, trials: _Trials) -> None:
-        self.plan, self.graph, self.note, self.trials = plan, graph, note, trials
-
-
-@dataclass(slots=True)
-class _Schedules:
-    """One scheduler and the plans it has made. Swapped as a whole, so a running call keeps what it started with."""
-
-    scheduler: OpSchedulerBase
-    rules: tuple[Any, ...] | None = None
-    graphs: dict[Any, OpGraph] = field(default_factory=dict)
-    plans: dict[Any, Lowered] = field(default_factory=dict)
-    facts_read: dict[Any, tuple[str, ...]] = field(default_factory=dict)
-    paddings: dict[Any, Padding] = field(default_factory=dict)
-    patterns: dict[Any, tuple[Plan, Mapping[str, Any]]] = field(default_factory=dict)
-    """By a scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
-    chosen: dict[Any, _Schedules] = field(default_factory=dict)
-    """By situation: the scheduler that took it over, and its plans."""
-    others: dict[OpSchedulerBase, _Schedules] = field(default_factory=dict)
-    notes: dict[Any, Any] = field(default_factory=dict)
-    """By situation: what the scheduler has to say about its choice."""
-
-    @property
-    def chooses(self) -> bool:
-        return type(self.scheduler).choose is not OpSchedulerBase.choose
-
-    def of(self, scheduler: OpSchedulerBase) -> _Schedules:
-        """Those of another scheduler that takes situations over."""
-        if scheduler is self.scheduler:
-            return self
-        return self.others.setdefault(scheduler, _Schedules(scheduler))
-
-    def choose(self, situation: Any, scheduler: OpSchedulerBase) -> None:
-        """From now on it decides there. Plans of those that were only tried go, with their memory and graphs."""
-        self.chosen[situation] = self.of(scheduler)
-        used = {id(chosen) for chosen in self.chosen.values()}
-        for other in self.others.values():
-            if id(other) not in used:
-                other.plans.clear()
-
-    @property
-    def has_key(self) -> bool:
-        return type(self.scheduler).key is not OpSchedulerBase.key
-
-    @property
-    def has_buckets(self) -> bool:
-        return type(self.scheduler).bucket is not OpSchedulerBase.bucket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A scheduler's decision for some arguments, not yet lowered."""
-
-    plan: Plan
-    graph: OpGraph
-    functions: Mapping[str, Any]
-    values: Mapping[sympy.Symbol, int]
 
 
 class _Local(threading.local):
@@ -157,13 +93,13 @@ class Engine:
         self.lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
         self.local = _Local()
         self._facts: Facts = facts or {}
-        self._schedules = _Schedules(_checked_scheduler(scheduler))
-        self._lock = threading.RLock()
+        self._schedules = Schedules(checked_scheduler(scheduler))
+        self.lock = threading.RLock()
         self._meetings = Meetings()
         self.deciding: list[threading.Thread] = []
 
     def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
-        self._schedules = _Schedules(_checked_scheduler(scheduler))
+        self._schedules = Schedules(checked_scheduler(scheduler))
 
     def facts(self) -> Mapping[str, Any]:
         base = self._facts() if callable(self._facts) else self._facts
@@ -189,7 +125,7 @@ class Engine:
             graph = CapturedGraph(gm, self.parameters, self.batch_dims)
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             take_marks_back()
-            return _Raiser(e)
+            return Raiser(e)
         self.stats.graphs += 1
         self.stats.graph_breaks += graph.partial
         return GraphRunner(self, graph)
@@ -205,16 +141,18 @@ class Engine:
         if found is not None:
             self.stats.replays += 1
             return found
-        with self._lock:
-            return self._make(schedules, runner, sizes, args, facts)
+        with self.lock:
+            return self.make(schedules, runner, sizes, args, facts)
 
     def padding(self, runner: GraphRunner, args: tuple[Any, ...]) -> tuple[Padding, int, int] | None:
         """How the batch is to be padded, from how many rows, and to how many; None if it stays as it is."""
+        if not (self._schedules.chooses or self._schedules.has_buckets):
+            return None
         facts = self.facts()
         schedules = self._chosen(runner, runner.sizes(args), args, facts)
         if not schedules.has_buckets:
             return None
-        with self._lock:
+        with self.lock:
             graph, spaces, values = self._graph(schedules, runner, args, facts)
             if graph is None or not spaces:
                 return None
@@ -233,13 +171,13 @@ class Engine:
 
     def _chosen(
         self, runner: GraphRunner, sizes: tuple[int, ...], args: tuple[Any, ...], facts: Mapping[str, Any]
-    ) -> _Schedules:
+    ) -> Schedules:
         """The schedules of whoever decides in this situation."""
         schedules = self._schedules
         while schedules.chooses:
             key = self._situation(schedules, runner, sizes, facts)
             if key not in schedules.chosen:
-                with self._lock:
+                with self.lock:
                     self._choose(schedules, runner, sizes, args, facts)
                 key = self._situation(schedules, runner, sizes, facts)
             if schedules.chosen[key] is schedules:
@@ -252,19 +190,19 @@ class Engine:
         schedules = self._schedules
         return schedules.notes.get(self._situation(schedules, runner, runner.sizes(args), self.facts()))
 
-    def trials(self, runner: GraphRunner, args: tuple[Any, ...]) -> _Trials:
+    def trials(self, runner: GraphRunner, args: tuple[Any, ...]) -> Trials:
         sizes, facts = runner.sizes(args), self.facts()
-        return _Trials(self, self._chosen(runner, sizes, args, facts), runner, sizes, args, facts)
+        return Trials(self, self._chosen(runner, sizes, args, facts), runner, sizes, args, facts)
 
     def _choose(
-        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> None:
         graph, spaces, values = self._graph(schedules, runner, args, facts)
         chosen = schedules.scheduler
         if graph is not None:
             ctx = self._context(graph, spaces, values, facts)
-            ctx.trials = _Trials(self, schedules, runner, sizes, args, facts)
-            chosen = _checked_scheduler(_user(schedules.scheduler, "choose", ctx))
+            ctx.trials = Trials(self, schedules, runner, sizes, args, facts)
+            chosen = checked_scheduler(_user(schedules.scheduler, "choose", ctx))
             self._note_facts(schedules, runner, sizes, ctx)
             if ctx.later is not None:
                 self._decide_later(schedules, self._situation(schedules, runner, sizes, facts), ctx)
@@ -274,10 +212,10 @@ class Engine:
         schedules.notes[key] = ctx.note if graph is not None else None
         schedules.choose(key, chosen)
 
-    def _decide_later(self, schedules: _Schedules, key: Any, ctx: ScheduleContext) -> None:
+    def _decide_later(self, schedules: Schedules, key: Any, ctx: ScheduleContext) -> None:
         """In a thread of its own, on copies: callers go on using the arguments."""
         later, trials = ctx.later, ctx.trials
-        assert later is not None and isinstance(trials, _Trials)
+        assert later is not None and isinstance(trials, Trials)
         try:
             trials.args = copied(trials.args, keep=trials.owned)
         except NoRoom as e:
@@ -288,11 +226,11 @@ class Engine:
         def decide() -> None:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 try:
-                    chosen = _checked_scheduler(later(ctx))
+                    chosen = checked_scheduler(later(ctx))
                 except Exception as e:
                     ctx.note = f"tuning failed: {type(e).__name__}: {e}"
                 else:
-                    with self._lock:
+                    with self.lock:
                         schedules.choose(key, chosen)
                 schedules.notes[key] = ctx.note
                 trials.args = ()
@@ -302,10 +240,10 @@ class Engine:
         thread.start()
 
     def _key(
-        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> Any:
         if schedules.has_key:
-            with self._lock:
+            with self.lock:
                 graph, spaces, values = self._graph(schedules, runner, args, facts)
                 own = _user(schedules.scheduler, "key", self._context(graph, spaces, values, facts)) if graph else None
             # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
@@ -313,7 +251,7 @@ class Engine:
         return self._situation(schedules, runner, sizes, facts)
 
     def _situation(
-        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], facts: Mapping[str, Any]
+        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], facts: Mapping[str, Any]
     ) -> Any:
         """The sizes, and of the facts what was read in calls of these sizes."""
         names = schedules.facts_read.get((runner, sizes))
@@ -321,13 +259,13 @@ class Engine:
             return (runner, sizes)
         return (runner, sizes, tuple(fact_value(facts, name) for name in names))
 
-    def _make(
-        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+    def make(
+        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> Lowered | None:
         key = self._key(schedules, runner, sizes, args, facts)
         if key in schedules.plans:  # another thread made it meanwhile
             return schedules.plans[key]
-        made = self._plan(schedules, runner, sizes, args, facts)
+        made = self.plan(schedules, runner, sizes, args, facts)
         if made is None:
             return None
         self._meetings.agree(made.plan, made.graph)
@@ -342,8 +280,8 @@ class Engine:
         schedules.plans[self._key(schedules, runner, sizes, args, facts)] = lowered
         return lowered
 
-    def _plan(
-        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+    def plan(
+        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> Planned | None:
         """The scheduler's plan for these arguments, checked; None when the graph can't be scheduled at all."""
         graph, spaces, values = self._graph(schedules, runner, args, facts)
@@ -379,7 +317,7 @@ class Engine:
         return Planned(plan=plan, graph=graph, functions=functions, values=values)
 
     def _note_facts(
-        self, schedules: _Schedules, runner: GraphRunner, sizes: tuple[int, ...], ctx: ScheduleContext
+        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], ctx: ScheduleContext
     ) -> None:
         if ctx.facts.read:
             known = schedules.facts_read.get((runner, sizes), ())
@@ -414,7 +352,7 @@ class Engine:
         )
 
     def _graph(
-        self, schedules: _Schedules, runner: GraphRunner, args: Any, facts: Mapping[str, Any]
+        self, schedules: Schedules, runner: GraphRunner, args: Any, facts: Mapping[str, Any]
     ) -> tuple[OpGraph | None, Spaces, dict[sympy.Symbol, int]]:
         """The graph cut as the scheduler wants it, the symbols that stand for its batch, and their values."""
         if runner.plain:
@@ -438,131 +376,6 @@ class Engine:
             self.stats.partition_seconds += time.perf_counter() - start
         graph = schedules.graphs[key]
         return graph, graph.spaces, values
-
-
-class GraphRunner:
-    """One captured graph, as Dynamo calls it."""
-
-    def __init__(self, engine: Engine, graph: CapturedGraph) -> None:
-        # Dynamo keeps runners for as long as the model's code lives: a compiled object's engine must not be.
-        self._engine: Callable[[], Engine | None] = weakref.ref(engine) if engine.owned else lambda: engine
-        self.graph = graph
-        self.plain: str | None = None
-        """Why the graph runs plainly, if it does."""
-        self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None)
-        self._probes: dict[Spaces, Any] = {}
-
-    def sizes(self, args: tuple[Any, ...]) -> tuple[int, ...]:
-        return tuple([args[n] for n in self._numbers])
-
-    def probe(self, spaces: Spaces) -> Any:
-        """The facts of the graph's nodes; with no batch when none can be followed; None when all fails."""
-        if spaces not in self._probes:
-            try:
-                self._probes[spaces] = probe(self.graph, spaces)
-            except Contradiction as e:
-                self.plain = None if spaces else str(e)
-                self._probes[spaces] = self.probe(()) if spaces else None
-        return self._probes[spaces]
-
-    def __call__(self, *args: Any) -> Any:
-        engine = self._engine()
-        assert engine is not None, "called by a compiled model that is gone"
-        if self.graph.shards:
-            args = self._with_shards(args)
-        if (padding := engine.padding(self, args)) is not None:
-            how, rows, padded = padding
-            return how.results(self._run(engine, how.args(args, rows, padded)), rows, padded)
-        return self._run(engine, args)
-
-    def _with_shards(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        taken = list(args)
-        for i in self.graph.shards:
-            taken[i] = _torch.shard_of(args[i])
-        return tuple(taken)
-
-    def _run(self, engine: Engine, args: tuple[Any, ...]) -> Any:
-        lowered = engine.find(self, args)
-        if engine.local.plan_only:
-            if lowered is None:
-                raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")
-            raise PlanReady(lowered.plan, lowered.graph, engine.note(self, args), engine.trials(self, args))
-        if lowered is None:
-            return self.graph.gm(*args)
-        stats = engine.stats
-        stats.runs += 1
-        stats.sequential_runs += lowered.plan.sequential
-        stats.joined_bytes = lowered.joined_bytes
-        if engine.verify and not lowered.verified:
-            result = verified_run(lowered, args)
-            lowered.verified = True
-            stats.verified += 1
-            return result
-        return lowered(args)
-
-
-class _Trials:
-    """Other schedulers for the arguments at hand: see `ScheduleContext.trials`."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        schedules: _Schedules,
-        runner: GraphRunner,
-        sizes: tuple[int, ...],
-        args: tuple[Any, ...],
-        facts: Mapping[str, Any],
-    ) -> None:
-        self._engine, self._schedules, self._runner = engine, schedules, runner
-        self._sizes, self.args, self._facts = sizes, args, facts
-        self.cudagraph = engine.lowerer.cudagraph is not None and runner.graph.device.type == "cuda"
-        self._planned: dict[OpSchedulerBase, Planned] = {}
-        self.owned = frozenset(n for n, i in enumerate(runner.graph.inputs) if i.owned)
-
-    def plan(self, scheduler: OpSchedulerBase | None = None) -> Planned:
-        """By default, of the scheduler that decides here."""
-        scheduler = scheduler or self._schedules.scheduler
-        if scheduler not in self._planned:
-            with self._engine._lock:
-                made = self._engine._plan(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
-            assert made is not None, "someone is asked to choose only where there is something to schedule"
-            self._planned[scheduler] = made
-        return self._planned[scheduler]
-
-    def lowered(self, scheduler: OpSchedulerBase) -> Lowered:
-        """The plan, compiled: call it with `args`."""
-        with self._engine._lock:
-            made = self._engine._make(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
-        assert made is not None
-        return made
-
-    def watched(self, planned: Planned, plan: Plan, on_task: OnTask) -> Lowered:
-        """Another plan for the same graph, each task by itself, with a function that is called around it."""
-        lowerer = Lowerer(self._engine.operators, on_task, Stats())
-        sizes = {**self._runner.graph.hints, **planned.values}
-        with self._engine._lock:
-            return lowerer.lower(plan, planned.graph, sizes, planned.functions)
-
-    def _of(self, scheduler: OpSchedulerBase) -> _Schedules:
-        return self._schedules.of(_checked_scheduler(scheduler))
-
-
-class _Raiser:
-    """Stands for a graph whose capture failed with an error of the user's."""
-
-    def __init__(self, error: DynaFlowError) -> None:
-        self.error = error
-
-    def __call__(self, *args: Any) -> Any:
-        raise self.error.with_traceback(None)
-
-
-def _checked_scheduler(scheduler: Any) -> OpSchedulerBase:
-    if not isinstance(scheduler, OpSchedulerBase):
-        raise ScheduleError(
-            f"{scheduler!r} is no scheduler", advice="pass an instance of a subclass of dynaflow.OpSchedulerBase"
-        )
-    return scheduler
 
 
 def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
+from dynaflow.errors import ScheduleError
+
 if TYPE_CHECKING:
     from dynaflow.capture.rules import Rule
     from dynaflow.schedule.context import ScheduleContext
@@ -61,3 +63,11 @@ def choose(function: Callable[[ScheduleContext], OpSchedulerBase | str]) -> Choi
 
 class Sequential(OpSchedulerBase):
     """Runs the uncut graph."""
+
+
+def checked_scheduler(scheduler: Any) -> OpSchedulerBase:
+    if not isinstance(scheduler, OpSchedulerBase):
+        raise ScheduleError(
+            f"{scheduler!r} is no scheduler", advice="pass an instance of a subclass of dynaflow.OpSchedulerBase"
+        )
+    return scheduler

@@ -1,0 +1,70 @@
+"""One scheduler and what it has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+
+from dynaflow.capture.ops import OpGraph
+from dynaflow.lower.lower import Lowered
+from dynaflow.lower.padding import Padding
+from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.schedule.plan import Plan
+
+
+@dataclass(slots=True)
+class Schedules:
+    """One scheduler and the plans it has made. Swapped as a whole, so a running call keeps what it started with."""
+
+    scheduler: OpSchedulerBase
+    rules: tuple[Any, ...] | None = None
+    graphs: dict[Any, OpGraph] = field(default_factory=dict)
+    plans: dict[Any, Lowered] = field(default_factory=dict)
+    facts_read: dict[Any, tuple[str, ...]] = field(default_factory=dict)
+    paddings: dict[Any, Padding] = field(default_factory=dict)
+    patterns: dict[Any, tuple[Plan, Mapping[str, Any]]] = field(default_factory=dict)
+    """By a scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
+    chosen: dict[Any, Schedules] = field(default_factory=dict)
+    """By situation: the scheduler that took it over, and its plans."""
+    others: dict[OpSchedulerBase, Schedules] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
+    """By situation: what the scheduler has to say about its choice."""
+
+    @property
+    def chooses(self) -> bool:
+        return type(self.scheduler).choose is not OpSchedulerBase.choose
+
+    def of(self, scheduler: OpSchedulerBase) -> Schedules:
+        """Those of another scheduler that takes situations over."""
+        if scheduler is self.scheduler:
+            return self
+        return self.others.setdefault(scheduler, Schedules(scheduler))
+
+    def choose(self, situation: Any, scheduler: OpSchedulerBase) -> None:
+        """From now on it decides there. Plans of those that were only tried go, with their memory and graphs."""
+        self.chosen[situation] = self.of(scheduler)
+        used = {id(chosen) for chosen in self.chosen.values()}
+        for other in self.others.values():
+            if id(other) not in used:
+                other.plans.clear()
+
+    @property
+    def has_key(self) -> bool:
+        return type(self.scheduler).key is not OpSchedulerBase.key
+
+    @property
+    def has_buckets(self) -> bool:
+        return type(self.scheduler).bucket is not OpSchedulerBase.bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A scheduler's decision for some arguments, not yet lowered."""
+
+    plan: Plan
+    graph: OpGraph
+    functions: Mapping[str, Any]
+    values: Mapping[sympy.Symbol, int]

@@ -1,0 +1,101 @@
+"""A captured graph as Dynamo calls it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import sympy
+
+from dynaflow import _torch
+from dynaflow.capture.graph import CapturedGraph
+from dynaflow.capture.ops import OpGraph
+from dynaflow.capture.probe import Contradiction, probe
+from dynaflow.errors import DynaFlowError, PlanError
+from dynaflow.schedule.plan import Plan
+from dynaflow.verify import verified_run
+
+if TYPE_CHECKING:
+    from dynaflow.engine import Engine
+    from dynaflow.trials import Trials
+
+Spaces = tuple[frozenset[sympy.Symbol], ...]
+
+
+class PlanReady(BaseException):
+    """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`."""
+
+    def __init__(self, plan: Plan, graph: OpGraph, note: Any, trials: Trials) -> None:
+        self.plan, self.graph, self.note, self.trials = plan, graph, note, trials
+
+
+class GraphRunner:
+    """One captured graph, as Dynamo calls it."""
+
+    def __init__(self, engine: Engine, graph: CapturedGraph) -> None:
+        # Dynamo keeps runners for as long as the model's code lives: a compiled object's engine must not be.
+        self._engine: Callable[[], Engine | None] = weakref.ref(engine) if engine.owned else lambda: engine
+        self.graph = graph
+        self.plain: str | None = None
+        """Why the graph runs plainly, if it does."""
+        self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None)
+        self._probes: dict[Spaces, Any] = {}
+
+    def sizes(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        return tuple([args[n] for n in self._numbers])
+
+    def probe(self, spaces: Spaces) -> Any:
+        """The facts of the graph's nodes; with no batch when none can be followed; None when all fails."""
+        if spaces not in self._probes:
+            try:
+                self._probes[spaces] = probe(self.graph, spaces)
+            except Contradiction as e:
+                self.plain = None if spaces else str(e)
+                self._probes[spaces] = self.probe(()) if spaces else None
+        return self._probes[spaces]
+
+    def __call__(self, *args: Any) -> Any:
+        engine = self._engine()
+        assert engine is not None, "called by a compiled model that is gone"
+        if self.graph.shards:
+            args = self._with_shards(args)
+        if (padding := engine.padding(self, args)) is not None:
+            how, rows, padded = padding
+            return how.results(self._run(engine, how.args(args, rows, padded)), rows, padded)
+        return self._run(engine, args)
+
+    def _with_shards(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        taken = list(args)
+        for i in self.graph.shards:
+            taken[i] = _torch.shard_of(args[i])
+        return tuple(taken)
+
+    def _run(self, engine: Engine, args: tuple[Any, ...]) -> Any:
+        lowered = engine.find(self, args)
+        if engine.local.plan_only:
+            if lowered is None:
+                raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")
+            raise PlanReady(lowered.plan, lowered.graph, engine.note(self, args), engine.trials(self, args))
+        if lowered is None:
+            return self.graph.gm(*args)
+        stats = engine.stats
+        stats.runs += 1
+        stats.sequential_runs += lowered.plan.sequential
+        stats.joined_bytes = lowered.joined_bytes
+        if engine.verify and not lowered.verified:
+            result = verified_run(lowered, args)
+            lowered.verified = True
+            stats.verified += 1
+            return result
+        return lowered(args)
+
+
+class Raiser:
+    """Stands for a graph whose capture failed with an error of the user's."""
+
+    def __init__(self, error: DynaFlowError) -> None:
+        self.error = error
+
+    def __call__(self, *args: Any) -> Any:
+        raise self.error.with_traceback(None)
