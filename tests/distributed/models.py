@@ -136,7 +136,12 @@ def tensor_parallel(blocks: int = 2) -> nn.Module:
 
 
 def compare(
-    model: Callable[..., Any], fast: df.CompiledModel, *args: Any, exact: bool = False, **kwargs: Any
+    model: Callable[..., Any],
+    fast: df.CompiledModel,
+    *args: Any,
+    exact: bool = False,
+    tolerance: float = 1e-5,
+    **kwargs: Any,
 ) -> df.Plan:
     """Runs both, wants equal results, and gives the plan."""
     with torch.no_grad():
@@ -145,7 +150,7 @@ def compare(
         if exact:
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
         else:
-            assert_equal(found, expected)
+            assert_equal(found, expected, tolerance)
         plan = fast.plan(*args, **kwargs)
     assert not fast.stats.plain_graphs, fast.stats.plain_reasons
     assert not fast.stats.graph_breaks
