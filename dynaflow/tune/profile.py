@@ -20,13 +20,15 @@ from dynaflow.capture.work import operator_key
 from dynaflow.schedule.plan import Item, Lane, Plan, Task
 from dynaflow.store import Store
 from dynaflow.tune.cost import Profile
+from dynaflow.tune.device import device_for
 from dynaflow.tune.simulate import rows_of
 
 RUNS = 5
 LANE = Lane(name="profile")
 _store = Store("profiles")
 
-Key = tuple[str, int]
+Key = tuple[str, int, int | None]
+"""An operator, its rows, and the SMs that it has; None: all."""
 Lower = Callable[[Plan, Callable[[Task, str], None]], Callable[[Sequence[Any]], Any]]
 """Makes a plan runnable, with a function that is called around each task."""
 
@@ -44,11 +46,11 @@ class Profiler:
 
     @property
     def profile(self) -> Profile:
-        return {(name, rows, None): seconds for (name, rows), seconds in self._known.items()}
+        return self._known
 
     def missing(self, plan: Plan, graph: OpGraph) -> bool:
         """Is there an operator of the plan that was never measured, here or by an earlier process?"""
-        keys = {key for key in _keys(in_a_row(plan, graph), graph) if key is not None}
+        keys = {key for lane in _lanes(plan) for key in self._keys(plan, graph, lane) if key is not None}
         for key in keys - self._known.keys():
             if (kept := _store.get(self._place(key))) is not None:
                 self._known[key] = float(kept)
@@ -57,41 +59,54 @@ class Profiler:
     def measure(
         self, plan: Plan, graph: OpGraph, args: Sequence[Any], lower: Lower, restore: Callable[[], None]
     ) -> None:
-        """Runs the plan's tasks one by one, and keeps what each operator took."""
-        clock = _Clock(self.device)
-        plan = in_a_row(plan, graph)
-        run = lower(plan, clock)
-        found: dict[Key, list[float]] = defaultdict(list)
-        for turn in range(RUNS + 1):
+        """Runs the plan's tasks one by one, on the share of each lane, and keeps what each operator took."""
+        for lane in _lanes(plan):
+            clock = _Clock(self.device)
+            run = lower(in_a_row(plan, graph, lane), clock)
+            found: dict[Key, list[float]] = defaultdict(list)
+            for turn in range(RUNS + 1):
+                restore()
+                clock.start()
+                run(args)
+                if turn:  # the first one loads and tunes kernels
+                    for key, seconds in zip(self._keys(plan, graph, lane), clock.seconds(), strict=True):
+                        if key is not None:
+                            found[key].append(seconds)
             restore()
-            clock.start()
-            run(args)
-            if turn:  # the first one loads and tunes kernels
-                for key, seconds in zip(_keys(plan, graph), clock.seconds(), strict=True):
-                    if key is not None:
-                        found[key].append(seconds)
-        restore()
-        for key, times in found.items():
-            self._known[key] = statistics.median(times)
-            _store.put(self._place(key), repr(self._known[key]))
+            for key, times in found.items():
+                self._known[key] = statistics.median(times)
+                _store.put(self._place(key), repr(self._known[key]))
+
+    def _keys(self, plan: Plan, graph: OpGraph, lane: Lane) -> list[Key | None]:
+        """Of each task: what the lane's share tells of it. Of a fusion, and of other lanes' tasks, nothing."""
+        rest = device_for(self.device).sms - sum(other.sms or 0 for other in plan.lanes)
+        sms = (lane.sms or rest) if plan.partitioned else None
+        return [
+            (operator_key(graph, graph.by_name[t.items[0].op]), rows_of(plan, graph, t.items[0]), sms)
+            if t.replace is None and (not plan.partitioned or t.lane == lane.name)
+            else None
+            for t in _tasks(plan, graph)
+        ]
 
     def _place(self, key: Key) -> str:
-        return f"{self._where} {key[0]} {key[1]}"
+        return f"{self._where} {key[0]} {key[1]} {key[2]}"
 
 
-def in_a_row(plan: Plan, graph: OpGraph) -> Plan:
-    """The plan's tasks one after the other; of a sequential plan, the operators."""
+def in_a_row(plan: Plan, graph: OpGraph, lane: Lane) -> Plan:
+    """The plan's tasks one after the other on one lane; if lanes have shares, the others keep theirs."""
+    lanes = plan.lanes if plan.partitioned else (lane,)
+    tasks = tuple(replace(t, lane=lane.name, after=()) for t in _tasks(plan, graph))
+    return replace(plan, lanes=lanes, tasks=tasks, code="")
+
+
+def _lanes(plan: Plan) -> tuple[Lane, ...]:
+    return plan.lanes if plan.partitioned else (LANE,)
+
+
+def _tasks(plan: Plan, graph: OpGraph) -> tuple[Task, ...]:
+    """Of a sequential plan, its operators."""
     everything = tuple(range(len(plan.micro_batches)))
-    tasks = plan.tasks or tuple(Task(items=(Item(op=op.name, micro_batches=everything),), lane="") for op in graph.ops)
-    return replace(plan, lanes=(LANE,), tasks=tuple(replace(t, lane=LANE.name, after=()) for t in tasks), code="")
-
-
-def _keys(plan: Plan, graph: OpGraph) -> list[Key | None]:
-    """Of each task: its operator and its rows; of a fusion, nothing."""
-    return [
-        None if t.replace else (operator_key(graph, graph.by_name[t.items[0].op]), rows_of(plan, graph, t.items[0]))
-        for t in plan.tasks
-    ]
+    return plan.tasks or tuple(Task(items=(Item(op=op.name, micro_batches=everything),), lane="") for op in graph.ops)
 
 
 class _Clock:

@@ -62,12 +62,17 @@ class Beside(df.OpSchedulerBase):
                 ctx.execute(op, lane="other" if "right" in op.tags else "main")
 
 
+def slower(x: Tensor) -> Tensor:
+    time.sleep(0.02)
+    return x.clone()
+
+
 class Slow(Beside):
-    """Everything waits for everything: no better than sequence."""
+    """In sequence, and something slower in place of an operator: far worse, however loaded the machine is."""
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         while ops := ctx.get_ready_ops():
-            ctx.execute(ops[0])
+            ctx.execute(ops[0], replace_func=slower if "left" in ops[0].tags else None)
 
 
 class Counter(nn.Module):
@@ -198,6 +203,21 @@ def test_profile_and_simulate() -> None:
     assert told.seconds == pytest.approx(0.03, rel=0.5), "three times two rests at once"
     assert guessed.seconds < 0.005, "nobody told it that they take so long"
     assert fast.simulate(X, device="b200").device == "b200"
+
+
+def test_profile_of_shares() -> None:
+    """Each operator is timed on the share of its lane."""
+
+    class Shared(Beside):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            ctx.lane("other", sms=1)
+            super().schedule(ctx)
+
+    torch.set_num_threads(2)
+    fast = df.compile(Resting(), Shared(), operators="eager")
+    shares = [sms for _, _, sms in fast.profile(X)]
+    assert shares.count(1) >= 2 and set(shares) == {1}, "one of two threads for the other, and one is left"
+    assert fast.simulate(X, profile=fast.profile(X)).seconds == pytest.approx(0.03, rel=0.5)
 
 
 def test_profile_leaves_no_trace() -> None:
