@@ -119,6 +119,24 @@ def test_small_micro_batches_are_not_worth_it() -> None:
     assert len(fast.plan(**entry.inputs(8)).micro_batches) == 2
 
 
+@pytest.mark.parametrize("name", ["nanoflow", "nanoflow, merged", "searched", "prefetch", "prefetch(nanoflow)"])
+def test_nothing_is_copied_to_join_the_parts_of_a_llama(name: str) -> None:
+    entry = ZOO["llama"]
+    plain, model = entry.build(), entry.build()
+    nano = strategies.NanoFlow(merged=("*.mlp",) if "merged" in name else ())
+    scheduler: df.OpSchedulerBase = strategies.Searched(seconds=1.0) if name == "searched" else nano
+    if name.startswith("prefetch"):
+        df.offload(model, "cpu", match="*.layers.*")
+        scheduler = strategies.Prefetch(nano if "(" in name else None)
+    fast = compiled(model, scheduler)
+    fast._engine.operators.writes_into = True  # as compiled ones do
+    inputs = entry.inputs(6)
+    assert_equal(fast(**inputs).logits, plain(**inputs).logits)
+    assert fast.stats.joined_bytes == 0
+    assert fast.stats.arena_bytes > 0
+    assert len(fast.plan(**inputs).micro_batches) == (1 if name == "prefetch" else 2)
+
+
 # --- as examples -----------------------------------------------------------------------------------------
 
 
