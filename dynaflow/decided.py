@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 
@@ -33,9 +33,15 @@ class Schedules:
     notes: dict[Any, Any] = field(default_factory=dict)
     """By situation: what the scheduler has to say about its choice."""
 
-    @property
-    def chooses(self) -> bool:
-        return type(self.scheduler).choose is not OpSchedulerBase.choose
+    chooses: bool = field(init=False)
+    has_key: bool = field(init=False)
+    has_buckets: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind = type(self.scheduler)
+        self.chooses = kind.choose is not OpSchedulerBase.choose
+        self.has_key = kind.key is not OpSchedulerBase.key
+        self.has_buckets = kind.bucket is not OpSchedulerBase.bucket
 
     def of(self, scheduler: OpSchedulerBase) -> Schedules:
         """Those of another scheduler that takes situations over."""
@@ -51,13 +57,13 @@ class Schedules:
             if id(other) not in used:
                 other.plans.clear()
 
-    @property
-    def has_key(self) -> bool:
-        return type(self.scheduler).key is not OpSchedulerBase.key
 
-    @property
-    def has_buckets(self) -> bool:
-        return type(self.scheduler).bucket is not OpSchedulerBase.bucket
+class Situation(NamedTuple):
+    """Who decides about a call, and what the decision depends on."""
+
+    schedules: Schedules
+    sizes: tuple[int, ...]
+    facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from dynaflow.capture.marks import mark_arguments
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.partition import partition
 from dynaflow.capture.rules import SplitFunc, SplitModule
-from dynaflow.decided import Planned, Schedules
+from dynaflow.decided import Planned, Schedules, Situation
 from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at
 from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
 from dynaflow.lower.operators import Mode, Operators
@@ -132,11 +132,16 @@ class Engine:
 
     # From arguments to a runnable plan
 
-    def find(self, runner: GraphRunner, args: tuple[Any, ...]) -> Lowered | None:
+    def situation(self, runner: GraphRunner, args: tuple[Any, ...]) -> Situation:
+        sizes, facts = runner.sizes(args), self.facts()
+        schedules = self._schedules
+        if schedules.chooses:
+            schedules = self._chosen(runner, sizes, args, facts)
+        return Situation(schedules, sizes, facts)
+
+    def find(self, runner: GraphRunner, situation: Situation, args: tuple[Any, ...]) -> Lowered | None:
         """The plan for these arguments; None when the graph can't be scheduled at all."""
-        sizes = runner.sizes(args)
-        facts = self.facts()
-        schedules = self._chosen(runner, sizes, args, facts)
+        schedules, sizes, facts = situation
         found = schedules.plans.get(self._key(schedules, runner, sizes, args, facts))
         if found is not None:
             self.stats.replays += 1
@@ -144,14 +149,11 @@ class Engine:
         with self.lock:
             return self.make(schedules, runner, sizes, args, facts)
 
-    def padding(self, runner: GraphRunner, args: tuple[Any, ...]) -> tuple[Padding, int, int] | None:
+    def padding(
+        self, runner: GraphRunner, situation: Situation, args: tuple[Any, ...]
+    ) -> tuple[Padding, int, int] | None:
         """How the batch is to be padded, from how many rows, and to how many; None if it stays as it is."""
-        if not (self._schedules.chooses or self._schedules.has_buckets):
-            return None
-        facts = self.facts()
-        schedules = self._chosen(runner, runner.sizes(args), args, facts)
-        if not schedules.has_buckets:
-            return None
+        schedules, _, facts = situation
         with self.lock:
             graph, spaces, values = self._graph(schedules, runner, args, facts)
             if graph is None or not spaces:
@@ -191,8 +193,8 @@ class Engine:
         return schedules.notes.get(self._situation(schedules, runner, runner.sizes(args), self.facts()))
 
     def trials(self, runner: GraphRunner, args: tuple[Any, ...]) -> Trials:
-        sizes, facts = runner.sizes(args), self.facts()
-        return Trials(self, self._chosen(runner, sizes, args, facts), runner, sizes, args, facts)
+        schedules, sizes, facts = self.situation(runner, args)
+        return Trials(self, schedules, runner, sizes, args, facts)
 
     def _choose(
         self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]

@@ -17,6 +17,7 @@ from dynaflow.schedule.plan import Plan
 from dynaflow.verify import verified_run
 
 if TYPE_CHECKING:
+    from dynaflow.decided import Situation
     from dynaflow.engine import Engine
     from dynaflow.trials import Trials
 
@@ -60,10 +61,12 @@ class GraphRunner:
         assert engine is not None, "called by a compiled model that is gone"
         if self.graph.shards:
             args = self._with_shards(args)
-        if (padding := engine.padding(self, args)) is not None:
+        situation = engine.situation(self, args)
+        if situation.schedules.has_buckets and (padding := engine.padding(self, situation, args)) is not None:
             how, rows, padded = padding
-            return how.results(self._run(engine, how.args(args, rows, padded)), rows, padded)
-        return self._run(engine, args)
+            args = how.args(args, rows, padded)
+            return how.results(self._run(engine, situation._replace(sizes=self.sizes(args)), args), rows, padded)
+        return self._run(engine, situation, args)
 
     def _with_shards(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         taken = list(args)
@@ -71,8 +74,8 @@ class GraphRunner:
             taken[i] = _torch.shard_of(args[i])
         return tuple(taken)
 
-    def _run(self, engine: Engine, args: tuple[Any, ...]) -> Any:
-        lowered = engine.find(self, args)
+    def _run(self, engine: Engine, situation: Situation, args: tuple[Any, ...]) -> Any:
+        lowered = engine.find(self, situation, args)
         if engine.local.plan_only:
             if lowered is None:
                 raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")

@@ -83,7 +83,8 @@ class Case:
     runner: Any = None
 
     def lowered(self) -> Lowered | None:
-        return self.engine.find(self.runner, self.graph.args(self.batch, self.seed))
+        args = self.graph.args(self.batch, self.seed)
+        return self.engine.find(self.runner, self.engine.situation(self.runner, args), args)
 
     def close(self) -> None:
         self.engine.lowerer.threads.close()

@@ -557,7 +557,7 @@ def arguments_of(fast: df.CompiledModel, *inputs: Tensor) -> tuple[Any, ...]:
     """What the captured graph gets when the model is called with these inputs."""
     engine, found = fast._engine, []
     find = engine.find
-    engine.find = lambda runner, args: (found.append(args), find(runner, args))[1]
+    engine.find = lambda runner, situation, args: (found.append(args), find(runner, situation, args))[1]
     try:
         with torch.no_grad():
             fast(*inputs)
