@@ -57,7 +57,8 @@ def _compare(cell: Cell, variants: Variants, settings: Settings) -> Figure:
     options: dict[str, Any] = {"seconds": 2.0 if settings.tiny else SECONDS}
     if cell.schedulers:
         options["among"] = [s if isinstance(s, str) else s[1] for s in cell.schedulers]
-    auto = variants.ours(df.strategies.make("auto", **options), "auto", "plan" if settings.cuda else None)
+    tuner = df.strategies.make("auto", **options)
+    auto = variants.ours(tuner, "auto", "plan" if settings.cuda else None, tries=True)
     modes = (None, "reduce-overhead") if settings.cuda else (None,)
     theirs = [variants.baseline(mode) for mode in modes]
     away = variants.check(auto, theirs[0])
