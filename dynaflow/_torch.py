@@ -406,3 +406,11 @@ def meet_in(buffer: torch.Tensor | None, group: str) -> torch.Tensor:
     assert buffer is not None
     symmetric.rendezvous(buffer, group)  # type: ignore[arg-type]
     return buffer
+
+
+def dtensor_method(node: fx.Node) -> str | None:
+    """The method of a DTensor that a node may call. A method call on 2.13; on 2.11 a function named prim_to_local."""
+    if node.op == "call_method":
+        return str(node.target)
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name.removeprefix("prim_") if name.startswith("prim_") else None

@@ -37,7 +37,7 @@ def name_of(node: fx.Node) -> str | None:
 
 def group_of(node: fx.Node) -> str | None:
     """The process group in which the node makes ranks meet."""
-    if node.op == "call_method" and node.target in _HIDDEN:
+    if _torch.dtensor_method(node) in _HIDDEN:
         return ANY
     name = name_of(node)
     if name is None or name in (WAIT, "_wrap_tensor_autograd"):

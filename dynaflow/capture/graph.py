@@ -279,6 +279,6 @@ def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str,
         storage=_torch.storage_id(real) if tensor and isinstance(real, torch.Tensor) else None,
         batch_dim=declared.get(input_name(source, parameters)),
         still=tensor and _is_still(real, owned),
-        pinned=tensor and isinstance(real, torch.Tensor) and not real.is_cuda and real.is_pinned(),
+        pinned=type(real) in (torch.Tensor, torch.nn.Parameter) and not real.is_cuda and real.is_pinned(),
         thing=None if known or real is None else Thing(real),
     )

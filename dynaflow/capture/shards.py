@@ -29,4 +29,4 @@ def use_shards(gm: fx.GraphModule) -> tuple[int, ...]:
 
 
 def _takes_shard(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "to_local" and len(node.args) == 1 and not node.kwargs
+    return _torch.dtensor_method(node) == "to_local" and len(node.args) == 1 and not node.kwargs
