@@ -55,6 +55,21 @@ def waited(node: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and group_of(source) is not None else None
 
 
+def make_contiguous(gm: fx.GraphModule) -> None:
+    """What is exchanged has to be contiguous, on 2.11 at least. In the model it is; a slice of it may not be."""
+    changed = False
+    for node in gm.graph.nodes:
+        if (name_of(node) or "").removesuffix("_coalesced") in _EXCHANGING and isinstance(node.args[0], fx.Node):
+            given = node.args[0]
+            with gm.graph.inserting_before(node):
+                dense = gm.graph.call_method("contiguous", (given,))
+            dense.meta = {**node.meta, "example_value": given.meta.get("example_value")}
+            node.update_arg(0, dense)
+            changed = True
+    if changed:
+        gm.recompile()
+
+
 def rule(call: Call) -> Signature | Refusal:
     """Every rank calls with the same rows, so what goes element by element, or along other dims, keeps them."""
     name = call.func._opname.removesuffix("_coalesced")

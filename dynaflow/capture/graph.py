@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.capture.collectives import make_contiguous
 from dynaflow.capture.shards import use_shards
 from dynaflow.errors import SplitError, nearest
 
@@ -88,6 +89,7 @@ class CapturedGraph:
         self.gm = gm
         self.partial = _torch.is_part(gm)
         self.grad = torch.is_grad_enabled()
+        make_contiguous(gm)
         self.shards = use_shards(gm)
         """Inputs that are DTensors, of which the graph takes what this rank holds."""
         tensors = example_tensors(gm, parameters)

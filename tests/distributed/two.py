@@ -209,7 +209,7 @@ def spread_between_operators() -> None:
             return torch.relu(part.redistribute(placements=[Replicate()]).to_local())
 
     model = whole_numbers(Spread(), seed=dist.get_rank())
-    for rule in (df.SplitFunc("redistribute"), df.SplitFunc("relu")):
+    for rule in (df.SplitFunc("*redistribute"), df.SplitFunc("relu")):
         fast = df.compile(model, Each([df.SplitModule("up"), rule]), operators="eager")
         plan = compare(model, fast, numbers(5, 8), exact=True)
         assert is_split(plan, "up")
