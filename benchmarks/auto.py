@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 import dynaflow as df
-from benchmarks.cells import BY_NAME, CELLS, Cell
-from benchmarks.measure import Figure, Trial, figure, once, raising, rounds_for, side_by_side
+from benchmarks.cells import Cell, in_cells
+from benchmarks.measure import Figure, Trial, figure, rounds_for, side_by_side
 from benchmarks.report import progress
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
@@ -24,32 +22,17 @@ SECONDS = 20.0
 """For tuning a cell."""
 
 
-def chosen(settings: Settings) -> list[Cell]:
-    return [BY_NAME[name] for name in settings.cells] if settings.cells else list(CELLS)
-
-
 def trials(settings: Settings) -> Iterator[Trial]:
-    if not settings.can_hold_llama:
-        return
-    for cell in chosen(settings):
-        try:
-            variants = once(lambda cell=cell: Variants(cell.make(settings), settings))  # type: ignore[misc]
-            variants()
-        except ImportError as e:
-            yield Trial(what="auto", baseline="the better torch.compile", situation=cell.name, skip=str(e))
-            continue
-        except Exception as e:
-            yield Trial(what="auto", baseline="the better torch.compile", situation=cell.name, run=raising(e))
-            continue
+    def rows(cell: Cell, variants: Variants) -> Iterator[Trial]:
         yield Trial(
             what="auto",
             baseline="the better of torch.compile, with and without CUDA graphs",
             situation=cell.name,
             limit=LIMIT,
-            run=lambda cell=cell, v=variants: _compare(cell, v(), settings),  # type: ignore[misc]
+            run=lambda: _compare(cell, variants, settings),
         )
-        variants().close()
-        torch.cuda.empty_cache() if settings.cuda else None
+
+    return in_cells(settings, rows)
 
 
 def _compare(cell: Cell, variants: Variants, settings: Settings) -> Figure:

@@ -8,41 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.auto import chosen
-from benchmarks.cells import Cell
-from benchmarks.measure import Figure, Trial, figure, raising, rounds_for, side_by_side
+from benchmarks.cells import Cell, in_cells
+from benchmarks.measure import Figure, Trial, figure, rounds_for, side_by_side
 from benchmarks.settings import Settings
-from benchmarks.strategies import CONTESTS, Contest
+from benchmarks.strategies import Contest, contests_in
 from benchmarks.suite import Benchmark
 from benchmarks.variants import Variants
 
 
 def trials(settings: Settings) -> Iterator[Trial]:
-    if not settings.can_hold_llama:
-        return
-    for cell in chosen(settings):
-        contests = [c for c in CONTESTS if c.kind in cell.kinds]
-        if contests:
-            yield from _cell(cell, contests, settings)
+    def rows(cell: Cell, variants: Variants) -> Iterator[Trial]:
+        for contest in contests_in(cell):
+            yield Trial(
+                what=f"{contest.name}, predicted",
+                baseline="measured",
+                situation=cell.name,
+                run=lambda c=contest: _error(c, variants, settings),  # type: ignore[misc]
+            )
 
-
-def _cell(cell: Cell, contests: list[Contest], settings: Settings) -> Iterator[Trial]:
-    try:
-        variants = Variants(cell.make(settings), settings)
-    except ImportError as e:
-        yield Trial(what=contests[0].name, baseline="", situation=cell.name, skip=str(e))
-        return
-    except Exception as e:
-        yield Trial(what=contests[0].name, baseline="", situation=cell.name, run=raising(e))
-        return
-    for contest in contests:
-        yield Trial(
-            what=f"{contest.name}, predicted",
-            baseline="measured",
-            situation=cell.name,
-            run=lambda c=contest: _error(c, variants, settings),  # type: ignore[misc]
-        )
-    variants.close()
+    return in_cells(settings, rows, lambda cell: bool(contests_in(cell)))
 
 
 def _error(contest: Contest, variants: Variants, settings: Settings) -> Figure:

@@ -10,9 +10,8 @@ import torch
 
 import dynaflow as df
 from benchmarks import copies
-from benchmarks.auto import chosen
-from benchmarks.cells import LINK, Cell
-from benchmarks.measure import Figure, Timed, Trial, agree, figure, once, raising, rounds_for, side_by_side
+from benchmarks.cells import LINK, Cell, in_cells
+from benchmarks.measure import Figure, Timed, Trial, agree, figure, once, rounds_for, side_by_side
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
 from benchmarks.variants import Variants
@@ -45,32 +44,24 @@ CONTESTS = (
 )  # fmt: skip
 
 
+def contests_in(cell: Cell) -> list[Contest]:
+    return [contest for contest in CONTESTS if contest.kind in cell.kinds]
+
+
 def trials(settings: Settings) -> Iterator[Trial]:
-    if not settings.can_hold_llama:
-        return
-    for cell in chosen(settings):
-        contests = [c for c in CONTESTS if c.kind in cell.kinds]
-        if not contests:
-            continue
-        try:
-            variants = Variants(cell.make(settings), settings)
-        except ImportError as e:
-            yield Trial(what=contests[0].name, baseline="", situation=cell.name, skip=str(e))
-            continue
-        except Exception as e:
-            yield Trial(what=contests[0].name, baseline="", situation=cell.name, run=raising(e))
-            continue
-        for contest in contests:
+    def rows(cell: Cell, variants: Variants) -> Iterator[Trial]:
+        for contest in contests_in(cell):
             yield Trial(
                 what=f"speed-up by {contest.name}",
                 baseline="torch.compile with CUDA graphs" if contest.compiled else "sequence, one graph",
                 situation=cell.name,
                 at_least=True,
-                run=lambda c=contest, v=variants: _speed_up(c, v, settings),  # type: ignore[misc]
+                run=lambda c=contest: _speed_up(c, variants, settings),  # type: ignore[misc]
             )
         if "link" in cell.kinds:
             yield from _bound(cell, variants, settings)
-        variants.close()
+
+    return in_cells(settings, rows, lambda cell: bool(contests_in(cell)))
 
 
 def _speed_up(contest: Contest, variants: Variants, settings: Settings) -> Figure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import inspect
 import itertools
 import weakref
@@ -116,25 +115,25 @@ class CompiledModel:
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Why these inputs run as they do: what was tried, what each gave, and what limits it. Print it."""
         ready = self._ready(args, kwargs)
-        return Explanation.of(ready.plan, ready.graph, ready.note)
+        try:
+            simulation = _simulated(ready)
+        except Exception:  # a prediction is a help, and never a duty
+            simulation = None
+        refusals = tuple((op.name, op.refusal) for op in ready.graph.ops if op.refusal is not None)
+        return Explanation(plan=ready.plan, decision=ready.note, simulation=simulation, refusals=refusals)
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """How long each operator of these inputs' plan takes alone, measured now; what the model writes is put back."""
         ready = self._ready(args, kwargs)
-        made, given = ready.trials.plan(), ready.trials.args
         profiler = Profiler(ready.graph.graph.device)
-        watched = functools.partial(ready.trials.watched, made)
-        profiler.measure(made.plan, made.graph, given, watched, Snapshot(made.graph, given).restore)
+        profiler.measure(ready.trials.plan(), ready.trials, Snapshot(ready.graph, ready.trials.args).restore)
         return profiler.profile
 
     def simulate(
         self, *args: Any, device: str | None = None, profile: Profile | None = None, **kwargs: Any
     ) -> Simulation:
         """The timeline of these inputs' plan by the cost model: on this device, or on one named ("b200x8")."""
-        ready = self._ready(args, kwargs)
-        target = device_for(ready.graph.graph.device) if device is None else device_named(device)
-        costs = Costs(ready.graph, target, profile, sizes=ready.trials.plan().values)
-        return simulate(ready.plan, ready.graph, costs, target, cudagraph=ready.trials.cudagraph)
+        return _simulated(self._ready(args, kwargs), device, profile)
 
     def _ready(self, args: Any, kwargs: Any) -> PlanReady:
         local = self._engine.local
@@ -163,6 +162,12 @@ class CompiledModel:
 
     def __repr__(self) -> str:
         return f"dynaflow.compile({self._model!r})"
+
+
+def _simulated(ready: PlanReady, device: str | None = None, profile: Profile | None = None) -> Simulation:
+    target = device_for(ready.graph.graph.device) if device is None else device_named(device)
+    costs = Costs(ready.graph, target, profile, sizes=ready.trials.plan().values)
+    return simulate(ready.plan, ready.graph, costs, target, cudagraph=ready.trials.cudagraph)
 
 
 def backend(

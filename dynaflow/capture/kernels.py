@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from dynaflow import _torch
+from dynaflow.capture.calls import is_view, tensors_in, written_tensors
 
 Kind = Literal[
     "matmul", "convolution", "attention", "masked_attention", "loop", "other", "copy_in", "copy_out", "collective"
@@ -165,17 +166,16 @@ class Recorder(_torch.TorchDispatchMode):
     # The rest
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        given, made = _tensors((args, kwargs)), _tensors(out)
+        given, made = tensors_in((args, kwargs)), tensors_in(out)
         schema = getattr(func, "_schema", None)
         if schema is None:  # a higher-order operator
             self._add(given, made, Kernel(kind="other", name=str(func), blocks=_blocks(made)))
             return
         library, _, name = schema.name.partition("::")
-        if library == "prim" or name in _FREE or _is_view(schema) or not (made or given):
+        if library == "prim" or name in _FREE or is_view(schema) or not (made or given):
             self._keep(made)
             return
-        written = [v for a, v in _bind(schema, args, kwargs) if a.alias_info and a.alias_info.is_write]
-        written = _tensors(written)
+        written = written_tensors(schema, args, kwargs)
         if (how := _described.get(schema.name)) is not None:
             self._add_all(given, made, how(args, kwargs, out))
         elif library in ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional"):
@@ -256,7 +256,7 @@ class Recorder(_torch.TorchDispatchMode):
     def kernels(self, results: Any) -> tuple[Kernel, ...]:
         """What is launched, in order; `results` are those of the operator."""
         calls, inputs_of = self._calls, self._connect()
-        wanted = {_torch.storage_id(t) for t in _tensors(results)} | self._outside
+        wanted = {_torch.storage_id(t) for t in tensors_in(results)} | self._outside
         users: list[set[int]] = [set() for _ in calls]
         for i, makers in enumerate(inputs_of):
             for m in makers.values():
@@ -345,9 +345,9 @@ def _kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Kernel | 
     if count is None:
         return None
     flops = int(count(*args, **kwargs, out_val=out))
-    first = _tensors((args, kwargs))[0]
+    first = tensors_in((args, kwargs))[0]
     if name in _CONVOLUTIONS:
-        weight, result = args[1], _tensors(out)[0]
+        weight, result = args[1], tensors_in(out)[0]
         groups = flops and max(1, result.numel() * weight[0].numel() * 2 // flops) if args[6] else args[8]
         groups = max(1, int(groups))
         outs = result.shape[1]
@@ -421,17 +421,3 @@ def _blocks(tensors: list[torch.Tensor]) -> int:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _is_view(schema: Any) -> bool:
-    aliases = [r.alias_info for r in schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-
-
-def _bind(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    positional = list(zip(schema.arguments, args, strict=False))
-    return positional + [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.capture.calls import is_view, tensors_in, written_tensors
 from dynaflow.capture.graph import CapturedGraph, Shape
 from dynaflow.capture.rows import Refusal, follow_rows
 
@@ -211,18 +212,18 @@ class _Run(fx.Interpreter):
         before = len(self.ids)
         if node.op in ("placeholder", "output", "get_attr"):
             facts.value = super().run_node(node)
-            for tensor in _tensors(facts.value):
+            for tensor in tensors_in(facts.value):
                 self.number(tensor)
         else:
             self._call(node, facts)
         self._drop_chance_labels(node, facts.value)
-        result = _tensors(facts.value)
+        result = tensors_in(facts.value)
         facts.storages = {self.number(t) for t in result}
         facts.made = {n for n in facts.storages if n >= before}
         if node.op in ("placeholder", "get_attr", "output"):
             return facts.value
         self._taint(node, facts)
-        inputs = {self.number(t) for a in node.all_input_nodes for t in _tensors(self.facts[a].value)}
+        inputs = {self.number(t) for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)}
         touched = facts.reads | facts.writes
         facts.scalar = not result and not touched and node.target not in _REGION and _follows_from_sizes(facts.value)
         facts.view = bool(result) and not touched and all(self.number(t) in inputs for t in result)
@@ -248,7 +249,7 @@ class _Run(fx.Interpreter):
             if any(s.free_symbols & set(self.values) for s in shape.size):
                 raise Contradiction(f"{node.format_node()}: {e}") from e
             facts.value = _fake(shape, self.values)
-            facts.reads |= {self.number(t) for a in node.all_input_nodes for t in _tensors(self.facts[a].value)}
+            facts.reads |= {self.number(t) for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)}
             for space in range(len(self.primes)):
                 facts.refusals.setdefault(space, f"{node.target} could not be analysed ({type(e).__name__})")
 
@@ -276,9 +277,9 @@ class _Run(fx.Interpreter):
         """A batch size that is used as a number, not as a size, can't be recomputed for a part of the batch."""
         numbers = [v for v in _torch.tree_leaves(facts.value) if isinstance(v, int) and not isinstance(v, bool)]
         args = [a for a in node.all_input_nodes if a in self.tainted or _is_batch(self.facts[a].value, self.primes)]
-        if any(_is_batch(v, self.primes) for v in numbers) or (args and not _tensors(facts.value)):
+        if any(_is_batch(v, self.primes) for v in numbers) or (args and not tensors_in(facts.value)):
             self.tainted.add(node)
-        if not (args and _tensors(facts.value)):
+        if not (args and tensors_in(facts.value)):
             return
         facts.sized = True
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -325,9 +326,9 @@ class _Observer(_torch.TorchDispatchMode):
             self.inside = False
         if getattr(func, "namespace", "") == "prim":  # a question about a tensor's metadata
             return out
-        outs = _tensors(out)
+        outs = tensors_in(out)
         spaces = len(self.run.primes)
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         schema = getattr(func, "_schema", None)
         if schema is None:  # a higher-order operator: nothing is known of its inside
             self._touch(given, given)
@@ -336,11 +337,10 @@ class _Observer(_torch.TorchDispatchMode):
             return out
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.facts.writes.add(RNG)
-        if not _is_view(schema):
+        if not is_view(schema):
             if _name(func) != "_unsafe_view":  # a view in all but its schema
                 self.facts.end, self.facts.copied = _end(func), _name(func) in _COPIES
-            writes = [v for a, v in _bind(schema, args, kwargs) if a.alias_info and a.alias_info.is_write]
-            self._touch(given, _tensors(writes))
+            self._touch(given, written_tensors(schema, args, kwargs))
         dims: list[list[int | None]] = [[None] * spaces for _ in outs]
         for space, prime in enumerate(self.run.primes):
             found = follow_rows(func, args, kwargs, outs, 2 * prime, lambda t, s=space: _dims(t, spaces)[s])  # type: ignore[misc]
@@ -381,20 +381,6 @@ def _end(func: Any) -> End | None:
     if name in _PRODUCTS:
         return "matmul"
     return "pointwise" if torch.Tag.pointwise in func.tags or name in _LOOPS else None
-
-
-def _is_view(schema: Any) -> bool:
-    aliases = [r.alias_info for r in schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-
-
-def _bind(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    positional = list(zip(schema.arguments, args, strict=False))
-    return positional + [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _follows_from_sizes(value: Any) -> bool:

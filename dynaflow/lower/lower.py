@@ -22,7 +22,7 @@ from dynaflow.run.graphs import CaptureError, Graphed, GraphPool
 from dynaflow.run.lanes import Call, LanePool
 from dynaflow.run.streams import StreamPool, StreamRun
 from dynaflow.schedule.context import fusion_values
-from dynaflow.schedule.plan import Item, Lane, Plan, Task
+from dynaflow.schedule.plan import Plan, Task, one_by_one
 from dynaflow.stats import Stats
 
 OnTask = Callable[[Task, str], None]
@@ -255,7 +255,7 @@ class Lowerer:
                 lowered = Lowered(job.plan, job.graph, self.whole(job.graph.graph, job.sizes))
                 lowered.run = self._as_graph(job, lowered)
                 return lowered
-            job = replace(job, plan=_in_order(job.plan, job.graph))
+            job = replace(job, plan=one_by_one(job.plan, job.graph.by_name))
         plan, graph = job.plan, job.graph
         program = make_program(
             plan, graph, job.sizes, self.operators, job.functions, chains=self.chains, pieces=True, outside=outside
@@ -301,9 +301,3 @@ class Lowerer:
 
 def _spread(function: Callable[..., Any]) -> Run:
     return lambda args: function(*args)
-
-
-def _in_order(plan: Plan, graph: OpGraph) -> Plan:
-    """A plan in sequence, operator by operator."""
-    tasks = tuple(Task(items=(Item(op=op.name, micro_batches=(0,)),), lane="main") for op in graph.ops)
-    return replace(plan, lanes=(Lane(name="main"),), tasks=tasks)

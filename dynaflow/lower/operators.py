@@ -185,10 +185,10 @@ def _key(source: Source) -> Any:
     ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
     if ambient[2]:
         ambient = (*ambient, torch.get_autocast_dtype(device))  # type: ignore[assignment]
-    return (_text(source.module), source.inputs, source.still, source.tensors, source.free, ambient)
+    return (nameless(source.module), source.inputs, source.still, source.tensors, source.free, ambient)
 
 
-def _text(module: fx.GraphModule) -> tuple[Any, ...]:
+def nameless(module: fx.GraphModule) -> tuple[Any, ...]:
     """The graph without its names: equal for equal layers."""
     number = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
 

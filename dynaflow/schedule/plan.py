@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property, total_ordering
 from typing import Any, Protocol
 
@@ -235,3 +235,9 @@ def _str(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected a string, found {value!r}")
     return value
+
+
+def one_by_one(plan: Plan, ops: Iterable[str], lane: str = "main") -> Plan:
+    """A sequential plan, operator by operator."""
+    tasks = tuple(Task(items=(Item(op=op, micro_batches=(0,)),), lane=lane) for op in ops)
+    return replace(plan, lanes=(Lane(name=lane),), tasks=tasks)

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 import dynaflow as df
 from dynaflow import _torch
+from dynaflow.lower.operators import nameless
 
 ADDING = frozenset(("copy_", "add", "add_", "iadd", "sub", "mul", "to", "float", "bfloat16", "half", "type_as"))
 """Calls that may stand between a collective and its norm: a residual, a bias, a scale, a cast."""
@@ -91,7 +92,7 @@ class Fusions:
         """Compiled once for all layers that are alike."""
         if not (self.compiled or (self.compiled is None and device.type == "cuda")):
             return tail.forward
-        key = _text(tail.graph)
+        key = nameless(tail)
         if key not in self._tails:
             self._tails[key] = torch.compile(tail, fullgraph=True)
         return self._tails[key]
@@ -168,17 +169,6 @@ def _copied(out: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
     """Like `Graph.node_copy`, which wants nodes alone in place of nodes."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     return out.create_node(node.op, node.target, args, kwargs)
-
-
-def _text(graph: fx.Graph) -> tuple[Any, ...]:
-    """The graph without its names: equal for equal layers."""
-    number = {node: i for i, node in enumerate(graph.nodes)}
-    return tuple(
-        (node.op, str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")))
-        if node.op != "placeholder"
-        else (node.op,)
-        for node in graph.nodes
-    )
 
 
 class Link:

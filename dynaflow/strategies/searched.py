@@ -34,7 +34,6 @@ class Searched(df.OpSchedulerBase):
         place = {(i.op.index, m): n for n, i in enumerate(items) for m in i.micro_batches}
         pieces = [
             Piece(
-                key=item,
                 seconds=ctx.cost(item),
                 lane=next(iter(item.tags & {"memory", "network"}), "compute"),
                 after=tuple(sorted({place[a, m] for a in item.op.after for m in item.micro_batches})),

@@ -8,9 +8,7 @@ from typing import Any
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.context import ScheduleContext
 from dynaflow.strategies import make
-
-FETCH = "fetch"
-"""The call that brings a weight from the host, in a model with weights there."""
+from dynaflow.strategies.prefetch import FETCH
 
 
 def candidates(ctx: ScheduleContext) -> Iterator[tuple[str, OpSchedulerBase]]:

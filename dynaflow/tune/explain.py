@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dynaflow.capture.ops import OpGraph
 from dynaflow.schedule.plan import Plan
-from dynaflow.tune.cost import Costs
-from dynaflow.tune.device import device_for
-from dynaflow.tune.simulate import simulate
 from dynaflow.tune.simulation import Simulation
 
 
@@ -21,16 +17,6 @@ class Explanation:
     simulation: Simulation | None
     refusals: tuple[tuple[str, str], ...]
     """Operators that run whole, and why."""
-
-    @staticmethod
-    def of(plan: Plan, graph: OpGraph, decision: Any) -> Explanation:
-        device = device_for(graph.graph.device)
-        try:
-            simulation = simulate(plan, graph, Costs(graph, device), device)
-        except Exception:  # a prediction is a help, and never a duty
-            simulation = None
-        refusals = tuple((op.name, op.refusal) for op in graph.ops if op.refusal is not None)
-        return Explanation(plan=plan, decision=decision, simulation=simulation, refusals=refusals)
 
     def __str__(self) -> str:
         parts = [str(self.decision)] if self.decision is not None else []

@@ -7,7 +7,7 @@ List scheduling, by longest path, gives the solver something to start from, and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SCALE = 1000
@@ -20,7 +20,6 @@ STEPS = 20000
 class Piece:
     """An item to be placed."""
 
-    key: Hashable
     seconds: float
     lane: str
     after: tuple[int, ...]

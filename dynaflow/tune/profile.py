@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.work import operator_key
-from dynaflow.schedule.plan import Item, Lane, Plan, Task
+from dynaflow.schedule.context import Trials
+from dynaflow.schedule.plan import Lane, Plan, Task, one_by_one
 from dynaflow.store import Store
 from dynaflow.tune.cost import Profile
 from dynaflow.tune.device import device_for
@@ -29,8 +30,6 @@ _store = Store("profiles")
 
 Key = tuple[str, int, int | None]
 """An operator, its rows, and the SMs that it has; None: all."""
-Lower = Callable[[Plan, Callable[[Task, str], None]], Callable[[Sequence[Any]], Any]]
-"""Makes a plan runnable, with a function that is called around each task."""
 
 
 class Profiler:
@@ -56,18 +55,17 @@ class Profiler:
                 self._known[key] = float(kept)
         return not keys <= self._known.keys()
 
-    def measure(
-        self, plan: Plan, graph: OpGraph, args: Sequence[Any], lower: Lower, restore: Callable[[], None]
-    ) -> None:
-        """Runs the plan's tasks one by one, on the share of each lane, and keeps what each operator took."""
+    def measure(self, made: Any, trials: Trials, restore: Callable[[], None]) -> None:
+        """Runs a plan's tasks one by one, on the share of each lane, and keeps what each operator took."""
+        plan, graph = made.plan, made.graph
         for lane in _lanes(plan):
             clock = _Clock(self.device)
-            run = lower(in_a_row(plan, graph, lane), clock)
+            run = trials.watched(made, in_a_row(plan, graph, lane), clock)
             found: dict[Key, list[float]] = defaultdict(list)
             for turn in range(RUNS + 1):
                 restore()
                 clock.start()
-                run(args)
+                run(trials.args)
                 if turn:  # the first one loads and tunes kernels
                     for key, seconds in zip(self._keys(plan, graph, lane), clock.seconds(), strict=True):
                         if key is not None:
@@ -105,8 +103,7 @@ def _lanes(plan: Plan) -> tuple[Lane, ...]:
 
 def _tasks(plan: Plan, graph: OpGraph) -> tuple[Task, ...]:
     """Of a sequential plan, its operators."""
-    everything = tuple(range(len(plan.micro_batches)))
-    return plan.tasks or tuple(Task(items=(Item(op=op.name, micro_batches=everything),), lane="") for op in graph.ops)
+    return plan.tasks or one_by_one(plan, graph.by_name).tasks
 
 
 class _Clock:

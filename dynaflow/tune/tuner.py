@@ -11,13 +11,14 @@ Ranks that meet in collectives make the same calls in the same order, and go by 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class Tuner:
         self.end = self.start + seconds
         self.measures = seconds > 0
         self.sequence = Sequential()
-        self.groups = sorted({g for op in ctx.ops for g in op.groups})
-        self.ranks = _torch.ranks_of(self.groups) if self.groups else ()
+        groups = sorted({g for op in ctx.ops for g in op.groups})
+        self.ranks = _torch.ranks_of(groups) if groups else ()
         self.exchanges = 0
         self.number = next(_numbers) if self.ranks else 0  # ranks tune the same situations in the same order
         self.profiler = Profiler(ctx.device)
@@ -92,7 +93,8 @@ class Tuner:
         found = list(self._planned())
         first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=self._uncut(), tried=Tried(name=SEQUENCE))
         if self.measures and not self.ranks:  # whose clocks differ, and with them what they would find best
-            self._profile([first, *found])
+            with contextlib.suppress(NoRoom):
+                self._profile([first, *found])
         first = self._simulated(first)
         found = sorted((self._simulated(c) for c in found), key=lambda c: c.predicted)
         chosen, why = first, "nothing else to do"
@@ -134,22 +136,22 @@ class Tuner:
         graph: OpGraph = self.trials.plan(self.sequence).graph
         return graph
 
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """What the model writes, kept once for all runs. Raises NoRoom."""
+        return Snapshot(self._uncut(), self.trials.args)
+
     # 2. simulate
 
     def _profile(self, found: list[_Candidate]) -> None:
         """Operators that nobody has timed yet. Takes at most a third of the time that is left."""
         end = time.perf_counter() + (self.end - time.perf_counter()) / 3
-        try:
-            snapshot = Snapshot(self._uncut(), self.trials.args)
-        except NoRoom:
-            return
         for candidate in found:
             made = self.trials.plan(candidate.scheduler)
             if time.perf_counter() < end and self.profiler.missing(made.plan, made.graph):
                 self.say(f"timing the operators of {candidate.name}")
                 try:
-                    watched = partial(self.trials.watched, made)
-                    self.profiler.measure(made.plan, made.graph, self.trials.args, watched, snapshot.restore)
+                    self.profiler.measure(made, self.trials, self.snapshot.restore)
                 except Exception as e:  # one that does not run by itself: the cost model knows something of it
                     self.say(f"{candidate.name}: {e}")
 
@@ -169,7 +171,7 @@ class Tuner:
 
     def _measured(self, first: _Candidate, found: list[_Candidate]) -> tuple[_Candidate, str]:
         try:
-            snapshot = Snapshot(first.graph, self.trials.args)
+            _ = self.snapshot
         except NoRoom as e:
             return first, str(e)
         best, why = first, "measured: sequence is as fast as anything"
@@ -178,7 +180,7 @@ class Tuner:
                 break
             self.say(f"measuring {candidate.name}")
             try:
-                baseline, mine = self._race(first, candidate, snapshot)
+                baseline, mine = self._race(first.scheduler, candidate.scheduler)
             except Exception as e:  # its plan may be one that does not compile, or fit: then it is no candidate
                 candidate.tried = replace(candidate.tried, problem=f"{type(e).__name__}: {_first_line(e)}")
                 continue
@@ -189,12 +191,12 @@ class Tuner:
                 best, why = candidate, "measured"
         return best, why
 
-    def _race(self, first: _Candidate, other: _Candidate, snapshot: Snapshot) -> list[Timing]:
-        plans = [self.trials.lowered(c.scheduler) for c in (first, other)]
+    def _race(self, *schedulers: OpSchedulerBase) -> list[Timing]:
+        plans = [self.trials.lowered(scheduler) for scheduler in schedulers]
         left = max(0.2, self.end - time.perf_counter()) / (self.most + 1)
         found = side_by_side(
             [lambda p=p: p(self.trials.args) for p in plans],  # type: ignore[misc]
-            snapshot.restore,
+            self.snapshot.restore,
             seconds=min(left, 2.0),
             cuda=self.ctx.device.type == "cuda",
             rounds=ROUNDS if self.ranks else None,
@@ -229,11 +231,8 @@ class Tuner:
             return None
         if not self.measures:
             return scheduler, decision
-        graph = self._uncut()
-        pair = [_Candidate(name=n, scheduler=s, graph=graph, tried=Tried(name=n)) for n, s in
-                ((SEQUENCE, self.sequence), (decision.chosen, scheduler))]  # fmt: skip
         try:
-            now = self._race(pair[0], pair[1], Snapshot(graph, self.trials.args))[1]
+            now = self._race(self.sequence, scheduler)[1]
         except Exception:
             return None
         return (scheduler, decision) if now.ratio < GAIN else None

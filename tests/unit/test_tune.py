@@ -279,7 +279,7 @@ def _pieces(seed: int, count: int) -> list[Piece]:
         after = tuple(sorted({rng.randrange(i) for _ in range(rng.randrange(3))})) if i else ()
         lane = rng.choice(["compute", "memory", "network"])
         uses = {name: rng.choice([0.0, 0.3, 0.7, 1.0]) for name in ("power", "link")}
-        pieces.append(Piece(key=i, seconds=rng.uniform(0.1, 1.0), lane=lane, after=after, uses=uses))
+        pieces.append(Piece(seconds=rng.uniform(0.1, 1.0), lane=lane, after=after, uses=uses))
     return pieces
 
 
@@ -320,10 +320,10 @@ def test_solver_finds_what_a_list_does_not() -> None:
     """The longest way first starves the link here; the solver sends early."""
     pytest.importorskip("ortools")
     pieces = [
-        Piece(key="a", seconds=2.0, lane="compute", after=(), uses={}),
-        Piece(key="b", seconds=1.0, lane="compute", after=(), uses={}),
-        Piece(key="send b", seconds=3.0, lane="network", after=(1,), uses={}),
-        Piece(key="c", seconds=2.5, lane="compute", after=(0,), uses={}),
+        Piece(seconds=2.0, lane="compute", after=(), uses={}),
+        Piece(seconds=1.0, lane="compute", after=(), uses={}),
+        Piece(seconds=3.0, lane="network", after=(1,), uses={}),
+        Piece(seconds=2.5, lane="compute", after=(0,), uses={}),
     ]
     solved = solve(pieces, 2.0)
     assert _check(pieces, solved, resources=False) == pytest.approx(5.5, rel=0.01)

@@ -1,0 +1,25 @@
+"""What an aten call's schema and arguments tell, for those who watch a run on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dynaflow import _torch
+
+
+def is_view(schema: Any) -> bool:
+    aliases = [r.alias_info for r in schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def written_tensors(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Those among the arguments that the call writes."""
+    given = list(zip(schema.arguments, args, strict=False))
+    given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+    return tensors_in([value for a, value in given if a.alias_info and a.alias_info.is_write])
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
