@@ -141,7 +141,14 @@ class Lowerer:
         if len(plan.lanes) < 2 and not plan.partitioned:
             issue = lambda args, memory: run(args, hook, memory)  # noqa: E731
         elif device.type == "cuda":
-            stream_run = StreamRun(run, device, plan.lanes, event_count(program), self.streams)
+            stream_run = StreamRun(
+                run,
+                device,
+                plan.lanes,
+                event_count(program),
+                self.streams,
+                self.graphs.streams if self.cudagraph else None,
+            )
             issue = lambda args, memory: stream_run(args, hook, memory)  # noqa: E731
         else:
             pool = self.threads
@@ -267,7 +274,7 @@ class Lowerer:
         segments = make_segments(program, held_out)
         code = generate(program, cuda=True, hook=False, segments=segments)
         copied = {f"a{i}" for i in self._places(job)[0]}
-        sides = self.streams.get(job.device, plan.lanes)
+        sides = self.graphs.streams.get(job.device, plan.lanes)
         streams = dict(zip([lane.name for lane in plan.lanes][-len(sides) :] if sides else [], sides, strict=True))
         for n, segment in enumerate(segments):
             moving = [i for i, name in enumerate(segment.inputs) if i in segment.moving or name.split("_")[0] in copied]

@@ -3,8 +3,9 @@
 A graph reads and writes fixed addresses. Inputs that stay where they are (parameters, caches, promised ones, and all
 that is written) are used in place; their addresses are compared at every replay, and if one has moved the graph is
 captured again. Other inputs are copied into buffers of the graph's own. Its results are its own memory too, and are
-handed out as they are. A caller often still holds the last results when it calls again, so a second graph takes
-turns with the first; if those of both are held, they are left to the caller, and from then on results are copied.
+handed out as they are, unless they lie where another graph may write. A caller often still holds the last results when
+it calls again, so a second graph takes turns with the first; if those of both are held, they are left to the caller,
+and from then on results are copied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dynaflow import _torch
-from dynaflow.run.streams import Turns
+from dynaflow.run.streams import CaptureStreams, Turns, device_index
 from dynaflow.stats import Stats
 
 GRAPHS_KEPT = 256
@@ -39,27 +40,25 @@ class GraphPool:
 
     def __init__(self, stats: Stats) -> None:
         self.stats = stats
+        self.streams = CaptureStreams()
         self.lock = threading.RLock()
         self.turns = Turns()
         self._kept: WeakKeyDictionary[Graphed, None] = WeakKeyDictionary()
         self._handles: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}
-        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def handle(self, device: torch.device) -> Any:
         """The pool's name. It lives for as long as a graph is in it, so an empty one always is."""
-        index = _index(device)
+        index = device_index(device)
         if index not in self._handles:
             handle, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-            _record(anchor, lambda args: (), [], self.stream(device), handle)
+            _record(anchor, lambda args: (), [], self.streams.main(device), handle)
             self._handles[index] = (handle, anchor)
         return self._handles[index][0]
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Where graphs of the caller's lane are captured: its stream may be the default one, which can't be."""
-        index = _index(device)
-        if index not in self._streams:
-            self._streams[index] = torch.cuda.Stream(index)
-        return self._streams[index]
+    def segments(self, device: torch.device) -> list[range]:
+        """The addresses of the pool's memory."""
+        found = torch.cuda.memory_snapshot(self.handle(device), include_traces=False)
+        return [range(s["address"], s["address"] + s["total_size"]) for s in found]
 
     def failed(self, where: str, error: CaptureError) -> None:
         """Tells the user, once for each place."""
@@ -68,7 +67,7 @@ class GraphPool:
         error.__cause__ = error.__traceback__ = None
         gc.collect()
         self._handles.clear()  # what the next graphs use has nothing to do with a spoilt capture
-        self._streams.clear()
+        self.streams.renew()
         self.stats.capture_failures.append(f"{where}: {error}")
         warnings.warn(
             f"dynaflow: {where} can't be captured in a CUDA graph ({error}); it stays outside. To say so beforehand, "
@@ -128,14 +127,15 @@ class Graphed:
                     self._pool.failed(self._where(e.__cause__ or e) or "a piece", e)
                     return self._function(args)
             self._pool.used(self)
+            self._pool.stats.graph_replays += 1
             if self._inner:
                 graph.replay(args)
-            else:
-                self._pool.turns.enter(self._device)
-                graph.replay(args)
-                self._pool.turns.leave(self._device)
-            self._pool.stats.graph_replays += 1
-            return graph.results(args, copy=self._copy_results)
+                return graph.results(args, copy=False)
+            self._pool.turns.enter(self._device)
+            graph.replay(args)
+            results = graph.results(args, copy=self._copy_results)
+            self._pool.turns.leave(self._device)
+            return results
 
     def call(self, *args: Any) -> Any:
         return self(args)
@@ -158,8 +158,13 @@ class Graphed:
         self._captures += 1
         if self._captures > CAPTURES:
             raise CaptureError("inputs that are used in place were elsewhere in memory too often")
-        stream = self._stream or self._pool.stream(self._device)
-        graph = _Graph(self._function, args, self._moving, self._still, stream, self._pool.handle(self._device))
+        stream = self._stream or self._pool.streams.main(self._device)
+        # Memory that is in the pool already may be scratch to the graphs that put it there. Pieces run in one order,
+        # in which nothing that is still needed is scratch.
+        scratch = [] if self._inner else self._pool.segments(self._device)
+        self._pool.streams.settle(self._device)
+        handle = self._pool.handle(self._device)
+        graph = _Graph(self._function, args, self._moving, self._still, stream, handle, scratch)
         self._pool.stats.captures += 1
         self._graphs.append(graph)
         return graph
@@ -176,6 +181,7 @@ class _Graph:
         still: list[int],
         stream: torch.cuda.Stream,
         pool: Any,
+        scratch: list[range],
     ) -> None:
         fixed = list(args)
         with torch.inference_mode(False), torch.no_grad():
@@ -198,6 +204,7 @@ class _Graph:
         own = {_torch.storage_id(t): t.untyped_storage() for t, i in self._outputs if _is_own(t, i)}
         self._storages = list(own.values())
         self._users = [_torch.storage_users(s) for s in self._storages]
+        self._unsafe = {id(t) for t, i in self._outputs if _is_own(t, i) and any(t.data_ptr() in s for s in scratch)}
 
     def fits(self, args: Sequence[Any]) -> bool:
         return _torch.same_addresses(list(args), self._addresses, self._still)
@@ -220,7 +227,7 @@ class _Graph:
                 shift = out.storage_offset() - self._buffers.get(given, arg).storage_offset()
                 found.append(arg.as_strided(out.size(), out.stride(), arg.storage_offset() + shift))
             else:
-                found.append(out.clone() if copy else out.detach())
+                found.append(out.clone() if copy or id(out) in self._unsafe else out.detach())
         return self._kind(found)
 
 
@@ -264,7 +271,3 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_own(leaf: Any, given: int | None) -> bool:
     return isinstance(leaf, torch.Tensor) and given is None
-
-
-def _index(device: torch.device) -> int:
-    return device.index if device.index is not None else torch.cuda.current_device()

@@ -40,6 +40,13 @@ class Partition:
         return torch.cuda.ExternalStream(int(stream), device=self.device)
 
 
+def own_stream(device: int, lane: Lane) -> torch.cuda.Stream:
+    """A new stream on all SMs. Those that torch makes are shared: each 32nd is the same again."""
+    with torch.cuda.device(device):
+        (stream,) = _call(_load(), lane.name, "cuStreamCreateWithPriority", _NON_BLOCKING, lane.priority)
+    return torch.cuda.ExternalStream(int(stream), device=device)
+
+
 _made: dict[tuple[int, tuple[int | None, ...]], list[Partition]] = {}  # green contexts are slow to make
 _lock = threading.Lock()
 
@@ -199,3 +206,7 @@ class CtypesDriver:
     def cuGreenCtxStreamCreate(self, context: Any, flags: int, priority: int) -> tuple[Any, ...]:
         stream = ctypes.c_void_p()
         return self._cuda.cuGreenCtxStreamCreate(ctypes.byref(stream), context, flags, priority), stream.value
+
+    def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[Any, ...]:
+        stream = ctypes.c_void_p()
+        return self._cuda.cuStreamCreateWithPriority(ctypes.byref(stream), flags, priority), stream.value

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dynaflow import _torch
-from dynaflow.run.partitions import Partition, for_lanes
+from dynaflow.run.partitions import Partition, for_lanes, own_stream
 from dynaflow.schedule.plan import Lane
 
 
@@ -45,7 +46,7 @@ class StreamPool:
 
     def get(self, device: torch.device, lanes: tuple[Lane, ...]) -> list[torch.cuda.Stream]:
         """The streams of `lanes` beside the caller's, which is the first lane's own if no lane has a share."""
-        index = device.index if device.index is not None else torch.cuda.current_device()
+        index = device_index(device)
         with self._lock:
             if all(lane.sms is None for lane in lanes):
                 return [self._get(index, lane, None) for lane in lanes[1:]]
@@ -54,8 +55,65 @@ class StreamPool:
     def _get(self, index: int, lane: Lane, part: Partition | None) -> torch.cuda.Stream:
         key = (index, lane, part)
         if key not in self._streams:
-            self._streams[key] = part.stream(lane) if part else torch.cuda.Stream(index, lane.priority)
+            self._streams[key] = self._make(index, lane, part)
         return self._streams[key]
+
+    def _make(self, index: int, lane: Lane, part: Partition | None) -> torch.cuda.Stream:
+        return part.stream(lane) if part else torch.cuda.Stream(index, lane.priority)
+
+
+class CaptureStreams(StreamPool):
+    """The streams that one model's graphs are captured on, and that nothing else ever uses.
+
+    A captured product uses the workspace of cuBLAS at each replay. torch keeps one for each stream, allocated at the
+    first product on it, and lets go of all of them whenever somebody asks, as torch.compile does for its own graphs.
+    So the workspaces of these streams lie in memory that stays ours. Streams, and their workspaces with them, go from
+    a model that is gone to the next one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        weakref.finalize(self, _take_back, self._streams)
+
+    def main(self, device: torch.device) -> torch.cuda.Stream:
+        """For the caller's lane: its own stream may be the default one, which can't be captured."""
+        with self._lock:
+            return self._get(device_index(device), _CALLER, None)
+
+    def settle(self, device: torch.device) -> None:
+        """Sees to the workspaces of the calling thread, before a capture."""
+        index = device_index(device)
+        with self._lock, torch.cuda.use_mem_pool(_workspaces(index), index):
+            for stream in [s for (i, *_), s in self._streams.items() if i == index]:
+                with torch.cuda.stream(stream):
+                    one = torch.ones(16, 16, device=stream.device)
+                    torch.addmm(one[0], one, one)  # with cuBLASLt, which may have one of its own
+                    torch.mm(one, one)
+
+    def renew(self) -> None:
+        """A capture was spoilt: the next ones begin on another stream."""
+        with self._lock:
+            for key in [key for key in self._streams if key[1] is _CALLER]:
+                del self._streams[key]
+
+    def _make(self, index: int, lane: Lane, part: Partition | None) -> torch.cuda.Stream:
+        spare = _spare.get((index, lane.priority, part))
+        return spare.pop() if spare else part.stream(lane) if part else own_stream(index, lane)
+
+
+_CALLER = Lane(name="")
+_spare: dict[tuple[int, int, Partition | None], list[torch.cuda.Stream]] = {}
+_pools: dict[int, torch.cuda.MemPool] = {}
+
+
+def _workspaces(index: int) -> torch.cuda.MemPool:
+    """The memory of workspaces. Never let go: a graph may still use one that torch has forgotten."""
+    return _pools.get(index) or _pools.setdefault(index, torch.cuda.MemPool())
+
+
+def _take_back(streams: dict[tuple[int, Lane, Partition | None], torch.cuda.Stream]) -> None:
+    for (index, lane, part), stream in streams.items():
+        _spare.setdefault((index, lane.priority, part), []).append(stream)
 
 
 class StreamRun:
@@ -65,9 +123,19 @@ class StreamRun:
     stream before the call returns; so the allocator hands no memory out again that a lane may still use.
     """
 
-    def __init__(self, run: Any, device: torch.device, lanes: tuple[Lane, ...], events: int, pool: StreamPool) -> None:
+    def __init__(
+        self,
+        run: Any,
+        device: torch.device,
+        lanes: tuple[Lane, ...],
+        events: int,
+        pool: StreamPool,
+        captured: CaptureStreams | None,
+    ) -> None:
+        """`captured`: what to be captured on, if that may happen."""
         self._run, self._device, self._turns, self._issuing = run, device, pool.turns, pool.issuing
         self._sides = pool.get(device, lanes)
+        self._captured = captured.get(device, lanes) if captured else []
         self._events = [torch.cuda.Event() for _ in range(events)]
         self._fork = torch.cuda.Event()
 
@@ -77,15 +145,16 @@ class StreamRun:
             if not captured:
                 self._turns.enter(self._device)
             main = torch.cuda.current_stream(self._device)
+            sides = self._captured if captured else self._sides
             self._fork.record(main)
-            for side in self._sides:
+            for side in sides:
                 side.wait_event(self._fork)
             try:
-                return self._run(args, on_task, memory, (main, *self._sides), self._events, _torch.set_stream)
+                return self._run(args, on_task, memory, (main, *sides), self._events, _torch.set_stream)
             except BaseException:
                 if captured:  # nothing has run, and the capture is spoilt
                     raise
-                for side in self._sides:  # nothing is freed before the lanes that use it are done
+                for side in sides:  # nothing is freed before the lanes that use it are done
                     main.wait_stream(side)
                 raise
             finally:
@@ -97,3 +166,7 @@ class StreamRun:
 def capturing() -> bool:
     """What is captured runs later: its turn is the graph's."""
     return torch.cuda.is_current_stream_capturing()
+
+
+def device_index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()

@@ -80,7 +80,7 @@ def test_comm_overlap():
         for seed in range(20):
             x = torch.randn(9, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
             torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
-    assert {lane.name for lane in fast.plan(x).lanes} == {"compute", "network"}
+        assert {lane.name for lane in fast.plan(x).lanes} == {"compute", "network"}
 
 
 @pytest.mark.parametrize("cudagraph", [None, "plan"])
