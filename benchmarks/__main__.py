@@ -22,7 +22,7 @@ from benchmarks import (
     simulator,
     strategies,
 )
-from benchmarks.cells import BY_NAME
+from benchmarks.cells import BY_NAME, CELLS
 from benchmarks.llama import SITUATIONS
 from benchmarks.report import RESULTS, Report, machine, progress, take, write_table
 from benchmarks.settings import NONE, Settings
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> list[Report]:
         raise SystemExit(f"no cell {unknown[0]!r}; there are {', '.join(BY_NAME)}")
     progress(", ".join(f"{k} {v}" for k, v in machine().items()))
     folder = Path(args.out) if args.out else None if args.tiny else RESULTS
-    reports = run(chosen, settings, folder, argv)
+    reports = run(chosen, settings, folder, argv, [BY_NAME[name] for name in settings.cells] or CELLS)
     for report in reports:
         if report.rows:
             print(f"\n{report.result['benchmark']}: {report.result['title']}\n{report}")

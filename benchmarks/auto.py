@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import dynaflow as df
-from benchmarks.cells import Cell, in_cells
+from benchmarks.cells import Cell
 from benchmarks.measure import Figure, Trial, figure, rounds_for, side_by_side
 from benchmarks.report import progress
 from benchmarks.settings import Settings
@@ -18,21 +18,18 @@ from benchmarks.variants import Variants
 
 LIMIT = 1 / 0.99
 """Of the time, at most: no cell is under 0.99 of the baseline's speed."""
-SECONDS = 20.0
+SECONDS = 15.0
 """For tuning a cell."""
 
 
-def trials(settings: Settings) -> Iterator[Trial]:
-    def rows(cell: Cell, variants: Variants) -> Iterator[Trial]:
-        yield Trial(
-            what="auto",
-            baseline="the better of torch.compile, with and without CUDA graphs",
-            situation=cell.name,
-            limit=LIMIT,
-            run=lambda: _compare(cell, variants, settings),
-        )
-
-    return in_cells(settings, rows)
+def in_cell(cell: Cell, variants: Variants) -> Iterator[Trial]:
+    yield Trial(
+        what="auto",
+        baseline="the better of torch.compile, with and without CUDA graphs",
+        situation=cell.name,
+        limit=LIMIT,
+        run=lambda: _compare(cell, variants, variants.settings),
+    )
 
 
 def _compare(cell: Cell, variants: Variants, settings: Settings) -> Figure:
@@ -62,5 +59,5 @@ BENCHMARK = Benchmark(
     name="auto",
     title="`auto` in every cell: time of a call until the device is idle, as a ratio.",
     suites=("strategies",),
-    trials=trials,
+    in_cell=in_cell,
 )

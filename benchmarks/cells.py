@@ -5,7 +5,7 @@ Layers are few, since equal layers behave alike and compiling them takes long; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,7 @@ import dynaflow as df
 from benchmarks import copies
 from benchmarks.cut_cost import MODELS as VISION_AND_TEXT
 from benchmarks.llama import BF16_LIMIT, FP32_LIMIT, Case, Situation, build, case
-from benchmarks.measure import Trial, raising
 from benchmarks.settings import Settings
-from benchmarks.variants import Variants
 
 LAYERS = 4
 """Of the Llama; of mixtures of experts."""
@@ -274,6 +272,8 @@ def _mixed(requests: int, context: int, prefilled: int, settings: Settings) -> C
     model = _random(model, settings)
     make = partial(torch.randn, device=settings.device, dtype=next(model.parameters()).dtype)
     caches = [[make(requests, kv, context, hidden // heads) for _ in range(layers)] for _ in range(2)]
+    for cache in (*caches[0], *caches[1]):
+        torch._dynamo.mark_static_address(cache)  # else all graphs, ours and theirs, would copy them in
     inputs = {"x": make(requests, 1 + prefilled, hidden), "keys": caches[0], "values": caches[1]}
     name = f"{requests} requests at {context}, {prefilled} more tokens each" + (", tiny" if settings.tiny else "")
     return Case(name=name, model=model, inputs=inputs, limit=_limit(settings))
@@ -317,25 +317,3 @@ CELLS: tuple[Cell, ...] = (
 BY_NAME = {cell.name: cell for cell in CELLS}
 assert len(BY_NAME) == len(CELLS)
 
-
-def in_cells(
-    settings: Settings,
-    rows: Callable[[Cell, Variants], Iterable[Trial]],
-    wanted: Callable[[Cell], bool] = lambda cell: True,
-) -> Iterator[Trial]:
-    """The rows of each chosen cell; of one that can't be set up, a row that tells why."""
-    if not settings.can_hold_llama:
-        return
-    for cell in [BY_NAME[name] for name in settings.cells] or CELLS:
-        if not wanted(cell):
-            continue
-        try:
-            variants = Variants(cell.make(settings), settings)
-        except ImportError as e:
-            yield Trial(what="setting up", baseline="", situation=cell.name, skip=str(e))
-            continue
-        except Exception as e:
-            yield Trial(what="setting up", baseline="", situation=cell.name, run=raising(e))
-            continue
-        yield from rows(cell, variants)
-        variants.close()

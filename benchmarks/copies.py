@@ -20,6 +20,7 @@ from benchmarks.measure import Figure, Timed, Trial, agree, figure, once, rounds
 from benchmarks.report import progress
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
+from dynaflow.capture.kernels import Kernel, describe
 
 FRACTION = 0.95
 """Of the bound, at least."""
@@ -71,6 +72,14 @@ def round_trip(x: Tensor) -> Tensor:
 @round_trip.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+def _two_copies(args: tuple[Tensor, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Kernel, Kernel]:
+    nbytes = result.numel() * result.element_size()
+    return Kernel(kind="copy_out", bytes=nbytes), Kernel(kind="copy_in", bytes=nbytes)
+
+
+describe(torch.ops.dynaflow_benchmarks.round_trip, _two_copies)
 
 
 class Block(nn.Module):

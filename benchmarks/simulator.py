@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.cells import Cell, in_cells
+from benchmarks.cells import Cell
 from benchmarks.measure import Figure, Trial, figure, rounds_for, side_by_side
 from benchmarks.settings import Settings
 from benchmarks.strategies import Contest, contests_in
@@ -16,17 +16,14 @@ from benchmarks.suite import Benchmark
 from benchmarks.variants import Variants
 
 
-def trials(settings: Settings) -> Iterator[Trial]:
-    def rows(cell: Cell, variants: Variants) -> Iterator[Trial]:
-        for contest in contests_in(cell):
-            yield Trial(
-                what=f"{contest.name}, predicted",
-                baseline="measured",
-                situation=cell.name,
-                run=lambda c=contest: _error(c, variants, settings),  # type: ignore[misc]
-            )
-
-    return in_cells(settings, rows, lambda cell: bool(contests_in(cell)))
+def in_cell(cell: Cell, variants: Variants) -> Iterator[Trial]:
+    for contest in contests_in(cell):
+        yield Trial(
+            what=f"{contest.name}, predicted",
+            baseline="measured",
+            situation=cell.name,
+            run=lambda c=contest: _error(c, variants, variants.settings),  # type: ignore[misc]
+        )
 
 
 def _error(contest: Contest, variants: Variants, settings: Settings) -> Figure:
@@ -53,5 +50,6 @@ BENCHMARK = Benchmark(
     name="simulator",
     title="Plans predicted by the simulator from the times of their operators, against the clock.",
     suites=("strategies",),
-    trials=trials,
+    in_cell=in_cell,
+    fits=lambda cell: bool(contests_in(cell)),
 )

@@ -10,7 +10,7 @@ import torch
 
 import dynaflow as df
 from benchmarks import copies
-from benchmarks.cells import LINK, Cell, in_cells
+from benchmarks.cells import LINK, Cell
 from benchmarks.measure import Figure, Timed, Trial, agree, figure, once, rounds_for, side_by_side
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
@@ -48,20 +48,18 @@ def contests_in(cell: Cell) -> list[Contest]:
     return [contest for contest in CONTESTS if contest.kind in cell.kinds]
 
 
-def trials(settings: Settings) -> Iterator[Trial]:
-    def rows(cell: Cell, variants: Variants) -> Iterator[Trial]:
-        for contest in contests_in(cell):
-            yield Trial(
-                what=f"speed-up by {contest.name}",
-                baseline="torch.compile with CUDA graphs" if contest.compiled else "sequence, one graph",
-                situation=cell.name,
-                at_least=True,
-                run=lambda c=contest: _speed_up(c, variants, settings),  # type: ignore[misc]
-            )
-        if "link" in cell.kinds:
-            yield from _bound(cell, variants, settings)
-
-    return in_cells(settings, rows, lambda cell: bool(contests_in(cell)))
+def in_cell(cell: Cell, variants: Variants) -> Iterator[Trial]:
+    settings = variants.settings
+    for contest in contests_in(cell):
+        yield Trial(
+            what=f"speed-up by {contest.name}",
+            baseline="torch.compile with CUDA graphs" if contest.compiled else "sequence, one graph",
+            situation=cell.name,
+            at_least=True,
+            run=lambda c=contest: _speed_up(c, variants, settings),  # type: ignore[misc]
+        )
+    if "link" in cell.kinds:
+        yield from _bound(cell, variants, settings)
 
 
 def _speed_up(contest: Contest, variants: Variants, settings: Settings) -> Figure:
@@ -143,5 +141,6 @@ BENCHMARK = Benchmark(
     name="strategies",
     title="Single strategies where they should gain: how many times faster than the baseline.",
     suites=("strategies",),
-    trials=trials,
+    in_cell=in_cell,
+    fits=lambda cell: bool(contests_in(cell)),
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from benchmarks.measure import Trial, once, raising
 from benchmarks.report import Report, make_row, progress
 from benchmarks.settings import NONE, Settings
 from benchmarks.variants import Variants
+
+if TYPE_CHECKING:
+    from benchmarks.cells import Cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,10 @@ class Benchmark:
     """Those it is measured in unless others are asked for."""
     possible: tuple[str, ...] = tuple(SITUATIONS)
     """Those it makes sense in."""
+    in_cell: Callable[[Cell, Variants], Iterable[Trial]] | None = None
+    """Rows for a cell of the strategies' suite."""
+    fits: Callable[[Cell], bool] = lambda cell: True
+    """Whether it has any there."""
 
     def chosen(self, settings: Settings) -> list[str]:
         if not self.in_situation:
@@ -40,9 +48,13 @@ class Benchmark:
 
 
 def run(
-    benchmarks: Sequence[Benchmark], settings: Settings, folder: Path | None, argv: Sequence[str] = ()
+    benchmarks: Sequence[Benchmark],
+    settings: Settings,
+    folder: Path | None,
+    argv: Sequence[str] = (),
+    cells: Sequence[Cell] = (),
 ) -> list[Report]:
-    """Runs them all. Situations come first and the benchmarks within, so that compiled forms are shared."""
+    """Runs them all. Situations and cells come first and the benchmarks within, so that compiled forms are shared."""
     reports = {b.name: Report(b.name, b.title, folder, argv) for b in benchmarks}
     wanted = {name for b in benchmarks for name in b.chosen(settings)}
     with torch.no_grad():
@@ -50,6 +62,9 @@ def run(
             _in_situations(benchmarks, settings, reports, [name for name in SITUATIONS if name in wanted])
         elif wanted:
             progress(f"no Llama: {', '.join(sorted(wanted))} need a GPU, or --tiny")
+        for cell in cells if settings.can_hold_llama else ():
+            if fitting := [b for b in benchmarks if b.in_cell and b.fits(cell)]:
+                _in_cell(fitting, cell, settings, reports)
         for b in benchmarks:
             if b.trials and not (settings.situations not in ((), (NONE,)) and b.in_situation):  # situations alone
                 _measure(reports[b.name], partial(b.trials, settings), b.name)
@@ -78,6 +93,22 @@ def _in_situation(
         _measure(reports[b.name], lambda b=b: b.in_situation(variants()), b.name, where)
     with contextlib.suppress(Exception):  # never made: its rows tell why
         variants().close()
+
+
+def _in_cell(benchmarks: Sequence[Benchmark], cell: Cell, settings: Settings, reports: dict[str, Report]) -> None:
+    try:
+        variants = Variants(cell.make(settings), settings)
+    except Exception as e:
+        lacking = isinstance(e, ImportError)
+        trial = Trial(
+            what="setting up", baseline="", situation=cell.name, skip=str(e) if lacking else "", run=raising(e)
+        )
+        for b in benchmarks:
+            _measure(reports[b.name], lambda: [trial], b.name, cell.name)
+        return
+    for b in benchmarks:
+        _measure(reports[b.name], lambda b=b: b.in_cell(cell, variants), b.name, cell.name)
+    variants.close()
 
 
 def _measure(report: Report, trials: Callable[[], Iterable[Trial]], name: str, situation: str = "") -> None:
