@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +43,7 @@ def machine() -> dict[str, Any]:
 def command(argv: Sequence[str]) -> str:
     """As typed, less the place where the result is kept."""
     kept = [a for i, a in enumerate(argv) if a != "--out" and not a.startswith("--out=") and argv[i - 1] != "--out"]
-    return " ".join(["python -m benchmarks", *kept])
+    return f"python -m benchmarks {shlex.join(kept)}".strip()
 
 
 def make_row(trial: Trial, found: Figure | None, error: str = "") -> dict[str, Any]:
@@ -168,7 +170,8 @@ def _section(result: Mapping[str, Any]) -> str:
         columns, lines = COLUMNS, [cells(row) for row in rows]
     else:  # a table of its own, from before rows had a common form
         columns, lines = list(rows[0]), [[_plain(row[c]) for c in rows[0]] for row in rows]
-    commands = dict.fromkeys(c for c in [where.get("command"), *(row.get("command") for row in rows)] if c)
+    typed = [c for c in [where.get("command"), *(row.get("command") for row in rows)] if c]
+    commands = dict.fromkeys(re.sub(r" --cells .*?(?= --|$)", "", c) for c in typed)  # rows name the cells
     text = [f"## {result['benchmark']}: {where['device']}", ""]
     text += [result["title"], ""] if result.get("title") else []
     versions = f"torch {where['torch']}, Python {where['python']}, dynaflow {where['dynaflow']}"

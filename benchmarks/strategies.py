@@ -10,7 +10,7 @@ import torch
 
 import dynaflow as df
 from benchmarks import copies
-from benchmarks.cells import LINK, Cell
+from benchmarks.cells import LINK, Cell, few_layers
 from benchmarks.measure import Figure, Timed, Trial, agree, figure, once, rounds_for, side_by_side
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
@@ -36,6 +36,7 @@ CONTESTS = (
     Contest(kind="moe", name="dual_batch", scheduler=lambda: DualBatch()),
     Contest(kind="mixed", name="nanoflow", scheduler=lambda: NanoFlow(), compiled=False),
     Contest(kind="mixed", name="nanoflow, attention on 72 SMs", scheduler=lambda: NanoFlow(sms=72), compiled=False),
+    Contest(kind="mixed", name="nanoflow, attention on 96 SMs", scheduler=lambda: NanoFlow(sms=96), compiled=False),
     Contest(kind="link", name="comm_overlap", compiled=False,
             scheduler=lambda: CommOverlap(collectives=LINK, by_rows=True)),
     Contest(kind="link", name="nanoflow with the link", compiled=False,
@@ -60,6 +61,15 @@ def in_cell(cell: Cell, variants: Variants) -> Iterator[Trial]:
         )
     if "link" in cell.kinds:
         yield from _bound(cell, variants, settings)
+    if "prefetch" in cell.kinds:
+        yield Trial(
+            what="prefetch: fraction of the bound",
+            baseline="the larger of compute and the copies, each alone",
+            situation=cell.name,
+            at_least=True,
+            skip="" if settings.cuda else "copy engines beside compute need CUDA",
+            run=lambda: _fetched(variants, settings),
+        )
 
 
 def _speed_up(contest: Contest, variants: Variants, settings: Settings) -> Figure:
@@ -131,10 +141,32 @@ def _component_times(model: Any, x: torch.Tensor, settings: Settings) -> dict[st
         reach(True)
 
 
+def _fetched(variants: Variants, settings: Settings) -> Figure:
+    """Compute alone: a twin whose weights are on the device. Copies alone: all weights into one place."""
+    ours = variants.ours(Prefetch(), "prefetch", "plan")
+    weights = [p.data for p in variants.case.model.parameters() if p.device.type == "cpu"]
+    places = {w.shape: torch.empty_like(w, device=settings.device) for w in weights}
+    alone = df.compile(few_layers(settings), cudagraph="plan")
+    for _ in range(3):
+        alone(**variants.case.inputs)
+
+    def fetch() -> None:
+        for weight in weights:
+            places[weight.shape].copy_(weight, non_blocking=True)
+
+    runs = {
+        "both": ours.timed,
+        "compute": Timed(run=lambda: alone(**variants.case.inputs)),
+        "copies": Timed(run=fetch),
+    }
+    return _fraction(side_by_side(runs, settings.rounds or rounds_for(runs, settings.seconds)))
+
+
 def _fraction(times: dict[str, list[float]]) -> Figure:
+    """How near "both" comes to the largest of the others, each alone."""
     medians = {f"{name}_ms": figure(found).value * 1e3 for name, found in times.items()}
-    bounds = zip(times["both"], times["compute"], times["link"], strict=True)
-    return figure([max(c, n) / b for b, c, n in bounds], **medians)
+    alone = zip(*(found for name, found in times.items() if name != "both"), strict=True)
+    return figure([max(parts) / both for both, parts in zip(times["both"], alone, strict=True)], **medians)
 
 
 BENCHMARK = Benchmark(

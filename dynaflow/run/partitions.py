@@ -1,9 +1,9 @@
 """SM partitions on CUDA: disjoint green contexts that together make the whole device.
 
 Each lane that declares a share gets that many SMs, carved one after the other from what is left; all other lanes of
-the plan get the last remainder. torch carves out one partition and leaves the rest of the device whole; two that are
-disjoint need the driver's own functions: `cuda.bindings.driver` where it is installed, the same few over ctypes where
-it is not.
+the plan get the last remainder. A lane that asks for all SMs has no partition: it shares them with the others. torch
+carves out one partition and leaves the rest of the device whole; two that are disjoint need the driver's own
+functions: `cuda.bindings.driver` where it is installed, the same few over ctypes where it is not.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def own_stream(device: int, lane: Lane) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(int(stream), device=device)
 
 
-_made: dict[tuple[int, tuple[int | None, ...]], list[Partition]] = {}  # green contexts are slow to make
+_made: dict[tuple[int, tuple[int | None, ...]], list[Partition | None]] = {}  # green contexts are slow to make
 _lock = threading.Lock()
 
 
-def for_lanes(device: int, lanes: tuple[Lane, ...]) -> list[Partition]:
-    """The partition of each lane. Plans with the same shares have the same partitions, in the whole process."""
+def for_lanes(device: int, lanes: tuple[Lane, ...]) -> list[Partition | None]:
+    """The partition of each lane; None: the device. Plans with equal shares have the same, in the whole process."""
     key = (device, tuple(lane.sms for lane in lanes))
     with _lock:
         if key not in _made:
@@ -60,14 +60,18 @@ def for_lanes(device: int, lanes: tuple[Lane, ...]) -> list[Partition]:
         return _made[key]
 
 
-def carve(api: Any, device: int, lanes: tuple[Lane, ...]) -> list[Partition]:
+def carve(api: Any, device: int, lanes: tuple[Lane, ...]) -> list[Partition | None]:
     """Makes the partition of each lane; lanes without a share have one together. `api` is cuda.bindings.driver."""
     first = lanes[0].name
     _call(api, first, "cuInit", 0)
     (handle,) = _call(api, first, "cuDeviceGet", device)
     kind = api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     (left,) = _call(api, first, "cuDeviceGetDevResource", handle, kind)
-    _check_sum(lanes, left.sm.smCount)
+    everything = left.sm.smCount
+    divided = tuple(lane for lane in lanes if lane.sms != everything)
+    _check_sum(divided, everything)
+    if all(lane.sms is None for lane in divided):
+        return [None] * len(lanes)
 
     def green(lane: str, resource: Any) -> Partition:
         (desc,) = _call(api, lane, "cuDevResourceGenerateDesc", [resource], 1)
@@ -76,7 +80,7 @@ def carve(api: Any, device: int, lanes: tuple[Lane, ...]) -> list[Partition]:
 
     parts: dict[str, Partition] = {}
     rest: Partition | None = None
-    for lane in lanes:
+    for lane in divided:
         if lane.sms is None:
             continue
         have = left.sm.smCount if left is not None else 0
@@ -95,10 +99,12 @@ def carve(api: Any, device: int, lanes: tuple[Lane, ...]) -> list[Partition]:
         # The driver splits what a device or a context has, not what a split gave: so the remainder gets a context.
         rest = green(lane.name, left)
         (left,) = _call(api, lane.name, "cuGreenCtxGetDevResource", rest.context, kind)
-    found = []
+    found: list[Partition | None] = []
     for lane in lanes:
         part = parts.get(lane.name, rest)
-        if part is None:
+        if lane not in divided:
+            part = None
+        elif part is None:
             raise _spent(lane, "what the others leave", 0, parts)
         found.append(part)
     return found

@@ -182,8 +182,9 @@ class ScheduleContext:
         """Declares a lane that has a share of the device, or a priority, and returns its name.
 
         Lanes with `sms` run on that many SMs and nowhere else (CUDA grants them in groups: 8 on Hopper), the other
-        lanes of the plan on what is left. The lower the priority, the more urgent. A lane that has neither needs no
-        declaration.
+        lanes of the plan on what is left. A lane with all of them (`ctx.sms`) shares them with the others: so a lane
+        can be held to a part while another one may use everything. The lower the priority, the more urgent. A lane
+        that has neither needs no declaration.
         """
         line = user_line()
         if not isinstance(name, str) or not name:

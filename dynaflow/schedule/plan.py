@@ -123,6 +123,11 @@ class Plan:
         """Some lane has a share, so the device is divided among all of them, and none is the caller's own stream."""
         return any(lane.sms is not None for lane in self.lanes)
 
+    def shares(self, sms: int) -> dict[str, int | None]:
+        """Of each lane: how many of a device's SMs it may use; None: all."""
+        taken = sum(lane.sms for lane in self.lanes if lane.sms and lane.sms != sms)
+        return {lane.name: None if not taken or lane.sms == sms else lane.sms or sms - taken for lane in self.lanes}
+
     @property
     def batch_size(self) -> int:
         return self.micro_batches[-1].stop

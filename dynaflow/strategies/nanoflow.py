@@ -12,9 +12,10 @@ import dynaflow as df
 
 
 class NanoFlow(df.OpSchedulerBase):
-    """`attention`, `collectives`: globs on the calls that wait for memory, and for the link. `sms`: what the memory
-    lane may use of the device. `merged`: globs on modules that run once for all nano-batches, while others run split.
-    `by_rows`: the collectives treat each row by itself, though that can't be seen (custom operators).
+    """`attention`, `collectives`: globs on the calls that wait for memory, and for the link. `sms`: what attention may
+    use of the device; `exclusive`: products get what is left, and not all of it. `merged`: globs on modules that run
+    once for all nano-batches, while others run split. `by_rows`: the collectives treat each row by itself, though that
+    can't be seen (custom operators).
     """
 
     def __init__(
@@ -24,10 +25,11 @@ class NanoFlow(df.OpSchedulerBase):
         attention: str = "*attention*",
         collectives: str = "_c10d_functional*",
         sms: int | None = None,
+        exclusive: bool = False,
         merged: tuple[str, ...] = (),
         by_rows: bool | None = None,
     ) -> None:
-        self.parts, self.min_rows, self.sms, self.merged = parts, min_rows, sms, merged
+        self.parts, self.min_rows, self.sms, self.exclusive, self.merged = parts, min_rows, sms, exclusive, merged
         self.attention, self.collectives, self.by_rows = attention, collectives, by_rows
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
@@ -44,6 +46,7 @@ class NanoFlow(df.OpSchedulerBase):
         ctx.split(parts)
         if self.sms:
             ctx.lane("memory", sms=self.sms)
+            ctx.lane("compute", sms=None if self.exclusive else ctx.sms)
         turn = 0
         waiting: set[df.OpItem] = set()
         while ops := [op for op in ctx.get_ready_ops() if op not in waiting]:

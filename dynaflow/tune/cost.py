@@ -2,7 +2,8 @@
 
 An operator is a list of phases, in each of which it uses the same resources: an attention block is a product, then
 a sweep over memory, then a product. Each kernel takes as long as the resource it needs most, and never less than a
-kernel takes at all. A measured time stretches the phases; it does not change what they use.
+kernel takes at all. A measured time stretches the phases: the same bytes and products over a longer time are less of
+the memory's and the arithmetic's; but the SMs, a link or a copy engine are held for all of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ __all__ = ["RESOURCES", "Costs", "Phase", "Profile", "operator_key"]
 
 RESOURCES = ("compute", "memory", "to_host", "from_host", "link", "power", "sms")
 """What tasks share. The last is a lane's own where the SMs are divided among lanes."""
+
+SMS = RESOURCES.index("sms")
+_BY_WORK = frozenset({"compute", "memory", "power", "sms"})
+"""What is used by the amount of work, however long that takes; the SMs if nothing better is known."""
 
 Uses = tuple[float, ...]
 """Of each resource: the fraction that is in use, in the order of RESOURCES."""
@@ -45,6 +50,18 @@ class Phase:
 
     seconds: float
     uses: Uses
+    filled: float = 0.0
+    """The share of the SMs that its kernels hold while they run; 0 if nothing is known of them."""
+    idle: float = 0.0
+    """Of the seconds, those in which kernels start and end, and use nothing."""
+
+    def stretched(self, scale: float) -> Phase:
+        """The same work in another time."""
+        seconds, idle = self.seconds * scale, self.idle * min(1.0, scale)
+        uses = [min(1.0, u / scale) if RESOURCES[r] in _BY_WORK else u for r, u in enumerate(self.uses)]
+        if self.filled:
+            uses[SMS] = self.filled * (seconds - idle) / max(seconds, 1e-12)
+        return Phase(seconds, tuple(uses), self.filled, idle)
 
 
 class Costs:
@@ -95,7 +112,7 @@ class Costs:
             found = _merged([_phase(k, self.device, sms) for k in self.work(op, rows).parts])
             scale = self._correction(op, rows, sms)
             if scale is not None:
-                found = [Phase(p.seconds * scale, p.uses) for p in found or [self._nothing]]
+                found = [p.stretched(scale) for p in found or [self._nothing]]
             self._phases[key] = tuple(found)
         return self._phases[key]
 
@@ -150,7 +167,8 @@ def _phase(kernel: Kernel, device: Device, sms: int | None) -> Phase:
     flops = device.flops(kernel.dtype) if kernel.flops else 1.0
     by_compute, by_memory = kernel.flops / flops / seconds, kernel.bytes / device.bytes_per_second / seconds
     power = max(filled * compute / seconds * there / device.sms, by_memory * device.memory_power)
-    return Phase(seconds, (by_compute, by_memory, 0.0, 0.0, 0.0, power, filled * busy / seconds))
+    return Phase(seconds, (by_compute, by_memory, 0.0, 0.0, 0.0, power, filled * busy / seconds),
+                 0.0 if kernel.kind == "other" else filled, device.kernel)  # fmt: skip
 
 
 def _compute(kernel: Kernel, device: Device, sms: int | None) -> tuple[float, float]:
@@ -199,7 +217,7 @@ def _collective(kernel: Kernel, device: Device, sms: int | None) -> Phase:
     part = busy / seconds
     # On SMs of its own it is in nobody's way.
     held = min(1.0, link.sms * (1.0 if sms else device.crowding) / (sms or device.sms))
-    return Phase(seconds, (0.0, min(memory, 1.0), 0.0, 0.0, part, device.copy_drag * part, held))
+    return Phase(seconds, (0.0, min(memory, 1.0), 0.0, 0.0, part, device.copy_drag * part, held), held)
 
 
 def _merged(phases: Sequence[Phase]) -> list[Phase]:
@@ -221,6 +239,7 @@ def _sum(phases: Sequence[Phase]) -> Phase:
     if len(phases) == 1:
         return phases[0]
     seconds = math.fsum(p.seconds for p in phases)
-    return Phase(
-        seconds, tuple(math.fsum(p.uses[r] * p.seconds for p in phases) / seconds for r in range(len(RESOURCES)))
-    )
+    uses = tuple(math.fsum(p.uses[r] * p.seconds for p in phases) / seconds for r in range(len(RESOURCES)))
+    idle = math.fsum(p.idle for p in phases)
+    held = math.fsum(p.filled * (p.seconds - p.idle) for p in phases)
+    return Phase(seconds, uses, held / max(seconds - idle, 1e-12), idle)

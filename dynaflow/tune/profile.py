@@ -1,13 +1,11 @@
 """How long operators take on the device at hand: measured once for each size, and kept on disk.
 
-A plan's tasks run one after the other on one lane, each by itself, with a clock around it. On CUDA the device is held
-back until the host has issued them all, so that the clocks show the device's time and not the host's.
+A plan's tasks run one after the other on one lane, each by itself, with a clock around it.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +18,7 @@ from dynaflow.capture.work import operator_key
 from dynaflow.schedule.context import Trials
 from dynaflow.schedule.plan import Lane, Plan, Task, one_by_one
 from dynaflow.store import Store
+from dynaflow.tune.clock import Clock
 from dynaflow.tune.cost import Profile
 from dynaflow.tune.device import device_for
 from dynaflow.tune.simulate import rows_of
@@ -59,17 +58,20 @@ class Profiler:
         """Runs a plan's tasks one by one, on the share of each lane, and keeps what each operator took."""
         plan, graph = made.plan, made.graph
         for lane in _lanes(plan):
-            clock = _Clock(self.device)
+            clock = Clock(self.device)
             run = trials.watched(made, in_a_row(plan, graph, lane), clock)
+            keys = self._keys(plan, graph, lane)
             found: dict[Key, list[float]] = defaultdict(list)
-            for turn in range(RUNS + 1):
+
+            def work(run: Callable[..., Any] = run) -> None:
                 restore()
-                clock.start()
                 run(trials.args)
-                if turn:  # the first one loads and tunes kernels
-                    for key, seconds in zip(self._keys(plan, graph, lane), clock.seconds(), strict=True):
-                        if key is not None:
-                            found[key].append(seconds)
+
+            clock.warm_up(work)
+            for _ in range(RUNS):
+                for key, seconds in zip(keys, clock.time(work), strict=True):
+                    if key is not None:
+                        found[key].append(seconds)
             restore()
             for key, times in found.items():
                 self._known[key] = statistics.median(times)
@@ -77,8 +79,7 @@ class Profiler:
 
     def _keys(self, plan: Plan, graph: OpGraph, lane: Lane) -> list[Key | None]:
         """Of each task: what the lane's share tells of it. Of a fusion, and of other lanes' tasks, nothing."""
-        rest = device_for(self.device).sms - sum(other.sms or 0 for other in plan.lanes)
-        sms = (lane.sms or rest) if plan.partitioned else None
+        sms = plan.shares(device_for(self.device).sms).get(lane.name)
         return [
             (operator_key(graph, graph.by_name[t.items[0].op]), rows_of(plan, graph, t.items[0]), sms)
             if t.replace is None and (not plan.partitioned or t.lane == lane.name)
@@ -104,35 +105,3 @@ def _lanes(plan: Plan) -> tuple[Lane, ...]:
 def _tasks(plan: Plan, graph: OpGraph) -> tuple[Task, ...]:
     """Of a sequential plan, its operators."""
     return plan.tasks or one_by_one(plan, graph.by_name).tasks
-
-
-class _Clock:
-    """Called around each task; keeps the moments in order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.moments: list[Any] = []
-        self.host = 0.05
-
-    def start(self) -> None:
-        self.moments = []
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda._sleep(int(self.host * 2e9))  # about two cycles a nanosecond: longer than the host needs
-        self._begun = time.perf_counter()
-
-    def __call__(self, task: Task, moment: str) -> None:
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.moments.append(event)
-        else:
-            self.moments.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        self.host = min(1.0, 1.5 * (time.perf_counter() - self._begun))
-        pairs = list(zip(self.moments[::2], self.moments[1::2], strict=True))
-        if not self.cuda:
-            return [b - a for a, b in pairs]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in pairs]

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dynaflow.capture.ops import OpGraph
 from dynaflow.errors import PlanError
 from dynaflow.schedule.plan import Item, Plan, Task
 from dynaflow.tune.contention import Needs, share
-from dynaflow.tune.cost import RESOURCES, Costs, Phase
+from dynaflow.tune.cost import RESOURCES, SMS, Costs, Phase
 from dynaflow.tune.device import Device
 from dynaflow.tune.simulation import Load, Simulation, TaskSpan
 
-SMS = RESOURCES.index("sms")
 ENOUGH = 1e-12
 """Work that is as good as done, in seconds."""
 
@@ -39,12 +39,19 @@ class _Job:
     end: float = math.inf
 
 
+class _Part(NamedTuple):
+    """Some SMs: those with the same number are the same ones."""
+
+    number: int
+    share: float
+    """Of them, how many a lane may use."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Lane:
     """A stream: what it has to run, and how far it is."""
 
-    pool: int
-    """Which part of the SMs it runs on."""
+    part: _Part
     priority: int
     jobs: list[_Job] = field(default_factory=list)
     at: int = 0
@@ -56,16 +63,16 @@ class _Lane:
 
 def simulate(plan: Plan, graph: OpGraph, costs: Costs, device: Device, *, cudagraph: bool = False) -> Simulation:
     """The plan's timeline. With `cudagraph` the host launches it all at once."""
-    sms, pools = _shares(plan, device)
+    sms, parts = _shares(plan, device)
     jobs = _sequence(plan, graph, costs) if plan.sequential else _jobs(plan, graph, costs, sms)
     host = _issue(plan, graph, costs, jobs, device, cudagraph)
-    lanes = {lane.name: _Lane(pool=pools[lane.name], priority=lane.priority) for lane in plan.lanes}
+    lanes = {lane.name: _Lane(part=parts[lane.name], priority=lane.priority) for lane in plan.lanes}
     for job in jobs:
-        lanes.setdefault(job.lane, _Lane(pool=0, priority=0)).jobs.append(job)
+        lanes.setdefault(job.lane, _Lane(part=_Part(0, 1.0), priority=0)).jobs.append(job)
     loads = _run(list(lanes.values()), jobs, device)
     spans = tuple(TaskSpan(j.index, j.name, j.lane, j.start, j.end) for j in jobs)
     seconds = max([host, *(s.end for s in spans)])
-    sizes = {pools[lane.name]: sms[lane.name] or device.sms for lane in plan.lanes}
+    sizes = {part.number: round((sms[name] or device.sms) / part.share) for name, part in parts.items()}
     return Simulation(
         plan=plan,
         device=device.name,
@@ -103,7 +110,7 @@ def _phases(plan: Plan, graph: OpGraph, costs: Costs, task: Task, sms: int | Non
     estimated = math.fsum(p.seconds for p in found)
     if measured is None or not estimated:
         return tuple(found)
-    return tuple(Phase(p.seconds * measured / estimated, p.uses) for p in found)
+    return tuple(p.stretched(measured / estimated) for p in found)
 
 
 def _sequence(plan: Plan, graph: OpGraph, costs: Costs) -> list[_Job]:
@@ -115,21 +122,18 @@ def _sequence(plan: Plan, graph: OpGraph, costs: Costs) -> list[_Job]:
     ]
 
 
-def _shares(plan: Plan, device: Device) -> tuple[dict[str, int | None], dict[str, int]]:
-    """Of each lane: the SMs it runs on (None: all), and a number for that part of the device."""
-    if not plan.partitioned:
-        return {lane.name: None for lane in plan.lanes}, {lane.name: 0 for lane in plan.lanes}
-    taken = sum(lane.sms or 0 for lane in plan.lanes)
-    rest = device.sms - taken
-    others = [lane for lane in plan.lanes if lane.sms is None]
-    if rest < 0 or (others and rest < 1):
+def _shares(plan: Plan, device: Device) -> tuple[dict[str, int | None], dict[str, _Part]]:
+    """Of each lane: the SMs it runs on (None: all), and which part of the device that is."""
+    sms = plan.shares(device.sms)
+    taken = sum(lane.sms for lane in plan.lanes if lane.sms and lane.sms != device.sms)
+    if any(n is not None and n < 1 for n in sms.values()) or taken > device.sms:
         raise PlanError(
             f"lanes take {taken} SMs, of {device.sms} that {device.name} has",
             advice="give the lanes smaller shares, or simulate a larger device",
         )
-    sms = {lane.name: lane.sms or rest for lane in plan.lanes}
-    pools = {lane.name: n if lane.sms else 0 for n, lane in enumerate(plan.lanes, 1)}
-    return dict(sms), pools
+    if None in sms.values():  # who has all of them is also on the others' part
+        return sms, {name: _Part(0, (n or device.sms) / device.sms) for name, n in sms.items()}
+    return sms, {lane.name: _Part(n if lane.sms else 0, 1.0) for n, lane in enumerate(plan.lanes, 1)}
 
 
 def _issue(plan: Plan, graph: OpGraph, costs: Costs, jobs: list[_Job], device: Device, cudagraph: bool) -> float:
@@ -231,7 +235,7 @@ def _needs(lane: _Lane) -> Needs:
     uses = lane.jobs[lane.at].phases[lane.phase].uses
     found = {r: u for r, u in enumerate(uses) if u > 0 and r != SMS}
     if uses[SMS] > 0:
-        found[len(RESOURCES) + lane.pool] = uses[SMS]
+        found[len(RESOURCES) + lane.part.number] = uses[SMS] * lane.part.share
     return found
 
 

@@ -48,6 +48,11 @@ class Simulation:
     host: float
     """When the host had issued all."""
 
+    @property
+    def busy_seconds(self) -> float:
+        """From the start of the first task to the end of the last: without the host's part before and after."""
+        return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
+
     @cached_property
     def busy(self) -> dict[str, float]:
         """Of each resource, what was used of all that there was."""

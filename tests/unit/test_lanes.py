@@ -312,13 +312,12 @@ def lanes(*shares: int | None) -> tuple[Lane, ...]:
         ((24, 48, None), [24, 48, 60]),
         ((None, 48, None), [84, 48, 84]),
         ((20, 48), [24, 48]),
-        ((132,), [132]),
         ((64, 68), [64, 68]),
         ((None, 1), [124, 8]),
     ],
 )
 def test_partitions_are_disjoint_and_make_the_device(shares: tuple[int | None, ...], granted: list[int]) -> None:
-    parts = carve(FakeDriver(), 0, lanes(*shares))
+    parts = [p for p in carve(FakeDriver(), 0, lanes(*shares)) if p]
     assert [p.sms for p in parts] == granted
     assert [len(p.context) for p in parts] == granted
     different = set(parts)
@@ -330,10 +329,25 @@ def test_partitions_are_disjoint_and_make_the_device(shares: tuple[int | None, .
 
 
 @pytest.mark.parametrize(
+    ("shares", "granted"),
+    [
+        ((132,), [None]),
+        ((132, None), [None, None]),
+        ((132, 72), [None, 72]),
+        ((None, 132, 72), [60, None, 72]),
+        ((132, 132, 64, 68), [None, None, 64, 68]),
+    ],
+)
+def test_a_lane_with_all_sms_has_no_partition(shares: tuple[int | None, ...], granted: list[int | None]) -> None:
+    parts = carve(FakeDriver(), 0, lanes(*shares))
+    assert [p and p.sms for p in parts] == granted
+
+
+@pytest.mark.parametrize(
     ("shares", "message"),
     [
         ((100, 48, None), r"lanes lane0 \(100 SMs\), lane1 \(48 SMs\), lane2 ask for 148 SMs .* the device has 132"),
-        ((132, None), r"lane 'lane1' is to have what the others leave, but 0 SMs .*lane0 132"),
+        ((64, 68, None), r"lane 'lane2' is to have what the others leave, but 0 SMs .*lane0 64, lane1 68"),
         ((60, 70), r"lane 'lane1' is to have 70 SMs, but 68 SMs are left \(granted so far: lane0 64\)"),
         ((64, 66), r"lane 'lane1' .*cuDevSmResourceSplitByCount failed \(915\)"),
     ],
