@@ -67,12 +67,12 @@ class Smids:
         return {lane: set(ids.tolist()) - {-1} for lane, ids in self.found.items()}
 
 
-SHARES = (Lane(name="memory", sms=24), Lane(name="compute", sms=48))
-PLAN_LANES = (*SHARES, Lane(name="main"))
-
-
 def total() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+SHARES = (Lane(name="memory", sms=24), Lane(name="compute", sms=48))
+PLAN_LANES = (*SHARES, Lane(name="main"))
 
 
 def model_and_input():
@@ -106,6 +106,7 @@ def assert_apart(found: dict[str, set[int]], sms: dict[str, int]) -> None:
         (Lane(name="compute", sms=48),),
         (Lane(name="main", sms=8), Lane(name="memory", sms=24, priority=-1), Lane(name="compute", sms=64)),
         (Lane(name="memory", priority=-1), Lane(name="compute", priority=-5)),
+        (Lane(name="memory", sms=72), Lane(name="compute", sms=total())),
     ],
 )
 @pytest.mark.parametrize("operators", ["eager", "inductor"])
@@ -126,6 +127,12 @@ def test_results_agree(lanes, operators):
             worst = torch.maximum(worst, (fast(inputs) - model(inputs)).abs().max())
     assert worst.item() < 1e-4
     assert fast.stats.replays == 99
+
+
+def test_a_lane_with_all_sms_is_everywhere():
+    lanes = (Lane(name="memory", sms=72), Lane(name="compute", sms=total()))
+    held, free = (smids_on(s) for s in StreamPool().get(torch.device("cuda", 0), lanes))
+    assert len(held) <= 72 and held < free and len(free) > 0.9 * total()
 
 
 def test_partitions_make_the_device():

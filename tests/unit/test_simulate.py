@@ -133,6 +133,14 @@ def test_lanes_with_a_share_keep_to_it() -> None:
     assert run(plan_of(*tasks, lanes=lanes), greedy).seconds == pytest.approx(4)
 
 
+def test_a_lane_with_all_sms_gives_way_to_one_that_is_held_to_a_part() -> None:
+    phases = {"a": [phase(2, memory=0.4, sms=1)], "b": [phase(2, compute=0.5, sms=1)]}
+    lanes = (Lane(name="a", sms=FREE.sms // 2), Lane(name="b", sms=FREE.sms))
+    found = run(plan_of(("a", "a", ()), ("b", "b", ()), lanes=lanes), phases)
+    assert ends(found) == [2, 3], "half of the SMs are left while the other runs"
+    assert found.busy["sms"] == pytest.approx(1)
+
+
 def test_shares_must_fit_the_device() -> None:
     with pytest.raises(PlanError, match="200 SMs"):
         run(plan_of(("a", "a", ()), lanes=(Lane(name="a", sms=200),)), {"a": [phase()]})
