@@ -1,8 +1,9 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip --disable-pip-version-check -q
+PIP_VLLM = .venv-vllm/bin/pip --disable-pip-version-check -q
 N ?= 20000
 
-.PHONY: install demo test check fuzz bench clean
+.PHONY: install demo test test-vllm check fuzz bench clean
 
 install: .venv/installed
 
@@ -22,6 +23,19 @@ demo: install
 test: .venv/installed-test check
 	.venv/bin/python -m pytest tests -q
 
+# vLLM wants a torch of its own choice and dozens of packages: it gets an environment of its own.
+.venv-vllm/installed: pyproject.toml constraints.txt tests/systems/vllm_requirements.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(PIP_VLLM) install -c constraints.txt torch setuptools
+	$(PIP_VLLM) install --no-deps --only-binary=:all: -r tests/systems/vllm_requirements.txt
+	$(PIP_VLLM) install pytest pytest-timeout
+	rm -rf *.egg-info  # left by an older install, it would hide the entry points of this one
+	$(PIP_VLLM) install --no-deps --no-build-isolation -e .
+	touch $@
+
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/python -m pytest tests/systems/test_vllm.py -q
+
 check: .venv/installed-test
 	.venv/bin/ruff check dynaflow tests benchmarks examples
 	.venv/bin/mypy
@@ -33,4 +47,4 @@ bench: install
 	.venv/bin/python -m benchmarks --suite core
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-vllm build *.egg-info

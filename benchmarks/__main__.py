@@ -21,6 +21,7 @@ from benchmarks import (
     sequential,
     simulator,
     strategies,
+    vllm_serving,
 )
 from benchmarks.cells import BY_NAME, CELLS
 from benchmarks.llama import SITUATIONS
@@ -44,6 +45,7 @@ ALL: tuple[Benchmark, ...] = tuple(
         simulator,
         published,
         auto,
+        vllm_serving,
     )
 )
 
@@ -67,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> list[Report]:
     )
     if unknown := [s for s in settings.situations if s not in (*SITUATIONS, NONE)]:
         raise SystemExit(f"no situation {unknown[0]!r}; there are {', '.join(SITUATIONS)}")
-    if unknown := [c for c in settings.cells if c not in BY_NAME]:
-        raise SystemExit(f"no cell {unknown[0]!r}; there are {', '.join(BY_NAME)}")
+    if unknown := [c for c in settings.cells if c not in (*BY_NAME, *vllm_serving.SHAPES)]:
+        raise SystemExit(f"no cell {unknown[0]!r}; there are {', '.join([*BY_NAME, *vllm_serving.SHAPES])}")
     progress(", ".join(f"{k} {v}" for k, v in machine().items()))
     folder = Path(args.out) if args.out else None if args.tiny else RESULTS
-    reports = run(chosen, settings, folder, argv, [BY_NAME[name] for name in settings.cells] or CELLS)
+    reports = run(chosen, settings, folder, argv, [BY_NAME[c] for c in settings.cells if c in BY_NAME] or CELLS)
     for report in reports:
         if report.rows:
             print(f"\n{report.result['benchmark']}: {report.result['title']}\n{report}")

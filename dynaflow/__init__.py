@@ -1,10 +1,15 @@
 """DynaFlow: programmable intra-device parallelism for PyTorch."""
 
+import importlib
+from typing import Any
+
 from dynaflow.api import CompiledModel, compile
+from dynaflow.capture.declared import by_rows
 from dynaflow.capture.ops import Op
 from dynaflow.capture.rules import SplitFunc, SplitModule, mark
 from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, SplitError, VerifyError
 from dynaflow.offload import offload, restore
+from dynaflow.options import configure
 from dynaflow.schedule.base import OpSchedulerBase, Sequential, choose
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import OpItem, ScheduleContext
@@ -37,11 +42,20 @@ __all__ = [
     "Task",
     "Timeline",
     "VerifyError",
+    "by_rows",
     "check",
     "choose",
     "compile",
+    "configure",
     "draw",
     "mark",
     "offload",
     "restore",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`dynaflow.integrations`, imported when asked for."""
+    if name == "integrations":
+        return importlib.import_module("dynaflow.integrations")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,10 +55,10 @@ def restart_capture() -> BaseException:
     return TensorifyScalarRestartAnalysis("dynaflow: the batch becomes dynamic", restart_reason="dynaflow: batch")
 
 
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> Callable[[], None]:
-    """Asks Dynamo to keep `dim` symbolic if the model allows it. Returns the function that takes the mark back."""
+def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> Callable[[], None]:
+    """Asks Dynamo to keep `dims` symbolic if the model allows it. Returns the function that takes the marks back."""
     before = dict(tensor.__dict__)
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
     def undo() -> None:
         for name in set(tensor.__dict__) - set(before):
@@ -70,7 +70,9 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> Callable[[], None]:
 
 def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
     """Of a placeholder that Dynamo made: its source as text, whether a module owns it, and the example."""
-    arg = placeholder.meta["grapharg"]
+    arg = placeholder.meta.get("grapharg")
+    if arg is None:  # one that somebody has added
+        return placeholder.name, False, None
     name = arg.source.name
     owner = arg.source.guard_source
     owned = owner.is_unspecialized_nn_module() or owner.is_specialized_nn_module()
@@ -248,6 +250,13 @@ def concrete_fake_mode() -> Iterator[Any]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of the storage behind a (fake) tensor, for as long as the tensor lives."""
     return tensor.untyped_storage()._cdata
+
+
+def opaque_type_name(kind: type) -> str:
+    """How schemas call a class of objects that graphs carry along unseen; they print all of them as PyObject."""
+    from torch._library.opaque_object import get_opaque_type_name
+
+    return get_opaque_type_name(kind)
 
 
 def set_stream(stream: Any) -> None:

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from dynaflow.capture.graph import BatchDims
+from dynaflow.capture.graph import BatchDims, DynamicDims
 from dynaflow.engine import Engine, Facts, take_marks_back
 from dynaflow.errors import DynaFlowError, PlanError
 from dynaflow.lower.lower import CudaGraph, OnTask
 from dynaflow.lower.operators import Mode
-from dynaflow.runner import PlanReady
-from dynaflow.schedule.base import OpSchedulerBase, Sequential
+from dynaflow.options import check_options, combined, defaults
+from dynaflow.options import scheduler_of as _scheduler
+from dynaflow.runner import PlanReady, Raiser
+from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.plan import Plan
 from dynaflow.stats import Stats
-from dynaflow.strategies import make
 from dynaflow.tune.cost import Costs, Profile
 from dynaflow.tune.device import device_for, device_named
 from dynaflow.tune.explain import Explanation
@@ -38,6 +39,7 @@ def compile(
     *,
     scheduler_options: Mapping[str, Any] | None = None,
     batch_dims: BatchDims | None = None,
+    dynamic_dims: DynamicDims | None = None,
     facts: Facts | None = None,
     operators: Mode = "inductor",
     verify: bool = False,
@@ -52,6 +54,8 @@ def compile(
     scheduler: one of your own, or the name of a strategy, which takes `scheduler_options`.
     batch_dims: which inputs carry the batch, and on which dim, e.g. {"input_ids": 0}; by default dim 0 of the
         inputs that share its size.
+    dynamic_dims: other dims that change from call to call, e.g. {"input_ids": [1]}, so that one capture serves
+        all their sizes. Those that are not named here are captured again at their second size.
     facts: what the scheduler may ask by ctx.facts: a mapping, or a function that gives one for each call.
     operators: "inductor" compiles them; "eager" runs them as they are.
     verify: the first run of each plan is compared with the plain model's.
@@ -71,6 +75,7 @@ def compile(
                 "scheduler": scheduler,
                 "scheduler_options": scheduler_options,
                 "batch_dims": batch_dims,
+                "dynamic_dims": dynamic_dims,
                 "facts": facts,
                 "operators": operators,
                 "verify": verify,
@@ -91,6 +96,7 @@ class CompiledModel:
         self._model, self._engine = model, engine
         engine.owned = True
         self._call = torch.compile(_own_frame(model), backend=_backend_of(engine), fullgraph=fullgraph)
+        self._captured = False
         self._takes_facts = "facts" in _signature(model)
         with contextlib.suppress(TypeError, ValueError):  # builtins have none
             self.__signature__ = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
@@ -101,9 +107,16 @@ class CompiledModel:
         if "facts" in kwargs and not self._takes_facts:
             local.facts = kwargs.pop("facts")
         try:
-            if not self._engine.stats.graphs:
-                self._engine.prepare(args, kwargs)
-            return self._call(*args, **kwargs)
+            if self._captured:
+                return self._call(*args, **kwargs)
+            self._engine.prepare(args, kwargs)
+            try:
+                result = self._call(*args, **kwargs)
+            except PlanReady:
+                self._captured = True
+                raise
+            self._captured = True
+            return result
         finally:
             local.facts = None
             take_marks_back()  # if the capture failed half-way
@@ -173,57 +186,30 @@ def _simulated(ready: PlanReady, device: str | None = None, profile: Profile | N
 def backend(
     gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """`torch.compile(model, backend="dynaflow", options={"scheduler": ...})`: options are those of `compile`."""
-    if not options:
-        return _engine(None, {}).backend(gm, example_inputs)
+    """`torch.compile(model, backend="dynaflow", options={"scheduler": ...})`: options are those of `compile`.
+
+    What they leave open, `configure` and the environment say; mode "reduce-overhead" stands for CUDA graphs.
+    """
     # torch.compile hands over the same options for every graph of a model: one engine serves them all.
-    engine = _engines.get(id(options))
+    engine = _engines.get(id(options)) if options else None
     if engine is None or engine.options is not options:
-        engine = _engines[id(options)] = _engine(None, options)
-        engine.options = options
+        far = {"cudagraph": "plan"} if mode == "reduce-overhead" else {}
+        try:
+            engine = _engine(None, combined(combined(far, defaults()), options or {}))
+        except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
+            return Raiser(e)
+        if options:
+            _engines[id(options)], engine.options = engine, options
     return engine.backend(gm, example_inputs)
 
 
 _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
-_OPTIONS = (
-    "scheduler",
-    "scheduler_options",
-    "batch_dims",
-    "facts",
-    "operators",
-    "verify",
-    "check",
-    "cudagraph",
-    "static_inputs",
-    "on_task",
-)
-
-
 def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown:
-        raise DynaFlowError(f"unknown option {unknown[0]!r}", advice=f"the options are {', '.join(_OPTIONS)}")
-    if options.get("operators", "inductor") not in ("inductor", "eager"):
-        raise DynaFlowError(f"operators={options['operators']!r}", advice='say "inductor" or "eager"')
-    if options.get("cudagraph") not in (None, "plan", "pieces"):
-        raise DynaFlowError(f"cudagraph={options['cudagraph']!r}", advice='say "plan", "pieces" or None')
+    check_options(options)
     given = {k: v for k, v in options.items() if not k.startswith("scheduler") and v is not None}
     return Engine(_scheduler(**options), parameters=_signature(model), **given)
-
-
-def _scheduler(
-    scheduler: OpSchedulerBase | str | None = None, scheduler_options: Mapping[str, Any] | None = None, **_: Any
-) -> OpSchedulerBase:
-    if isinstance(scheduler, str):
-        return make(scheduler, **(scheduler_options or {}))
-    if scheduler_options:
-        raise DynaFlowError(
-            f"scheduler_options={dict(scheduler_options)!r} without the name of a strategy",
-            advice='give a name, scheduler="nanoflow"; or the options to your scheduler itself',
-        )
-    return scheduler or Sequential()
 
 
 def _signature(model: Any) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import sympy
 
 from dynaflow.capture.ops import OpGraph
+from dynaflow.lower.elastic import Elastic
 from dynaflow.lower.lower import Lowered
 from dynaflow.lower.padding import Padding
 from dynaflow.schedule.base import OpSchedulerBase
@@ -27,6 +28,8 @@ class Schedules:
     paddings: dict[Any, Padding] = field(default_factory=dict)
     patterns: dict[Any, tuple[Plan, Mapping[str, Any]]] = field(default_factory=dict)
     """By a scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
+    elastic: dict[Any, Elastic] = field(default_factory=dict)
+    """By the same: its function, if the scheduler is elastic."""
     chosen: dict[Any, Schedules] = field(default_factory=dict)
     """By situation: the scheduler that took it over, and its plans."""
     others: dict[OpSchedulerBase, Schedules] = field(default_factory=dict)
@@ -36,18 +39,26 @@ class Schedules:
     chooses: bool = field(init=False)
     has_key: bool = field(init=False)
     has_buckets: bool = field(init=False)
+    is_elastic: bool = field(init=False)
 
     def __post_init__(self) -> None:
         kind = type(self.scheduler)
         self.chooses = kind.choose is not OpSchedulerBase.choose
         self.has_key = kind.key is not OpSchedulerBase.key
         self.has_buckets = kind.bucket is not OpSchedulerBase.bucket
+        self.is_elastic = self.scheduler.elastic and self.has_key
 
     def of(self, scheduler: OpSchedulerBase) -> Schedules:
         """Those of another scheduler that takes situations over."""
         if scheduler is self.scheduler:
             return self
         return self.others.setdefault(scheduler, Schedules(scheduler))
+
+    def all_plans(self) -> list[Plan]:
+        """Its own, and those of schedulers that it has chosen."""
+        chosen = {id(c): c for c in self.chosen.values() if c is not self}
+        made = [lowered.plan for lowered in self.plans.values()] + [elastic.plan for elastic in self.elastic.values()]
+        return list(dict.fromkeys([*made, *(p for c in chosen.values() for p in c.all_plans())]))
 
     def choose(self, situation: Any, scheduler: OpSchedulerBase) -> None:
         """From now on it decides there. Plans of those that were only tried go, with their memory and graphs."""

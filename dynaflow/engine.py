@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.graph import BatchDims, CapturedGraph, make_batch_dynamic
+from dynaflow.capture.graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
 from dynaflow.capture.marks import mark_arguments
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.partition import partition
@@ -64,7 +64,7 @@ _marks = _Marks()
 
 
 def take_marks_back() -> None:
-    for undo in _marks.undo:
+    for undo in reversed(_marks.undo):  # a tensor may have been marked twice
         undo()
     _marks.undo, _marks.again = (), False
 
@@ -75,6 +75,7 @@ class Engine:
         scheduler: OpSchedulerBase,
         *,
         batch_dims: BatchDims | None = None,
+        dynamic_dims: DynamicDims | None = None,
         operators: Mode = "inductor",
         verify: bool = False,
         check: bool = True,
@@ -85,6 +86,7 @@ class Engine:
         parameters: tuple[str, ...] = (),
     ) -> None:
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
+        self.dynamic_dims = dynamic_dims or {}
         self.stats = Stats()
         self.options: Mapping[str, Any] | None = None
         self.owned = False
@@ -101,6 +103,11 @@ class Engine:
     def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
         self._schedules = Schedules(checked_scheduler(scheduler))
 
+    def plans(self) -> list[Plan]:
+        """All that are kept."""
+        with self.lock:
+            return self._schedules.all_plans()
+
     def facts(self) -> Mapping[str, Any]:
         base = self._facts() if callable(self._facts) else self._facts
         return {**base, **self.local.facts} if self.local.facts else base
@@ -110,14 +117,16 @@ class Engine:
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
         requests = len(self.facts().get("num_tokens") or ())
-        _marks.undo = tuple(mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests))
+        _marks.undo = tuple(
+            mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims)
+        )
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
         try:
             if not _marks.again:
                 requests = len(self.facts().get("num_tokens") or ())
-                more = make_batch_dynamic(gm, self.batch_dims, requests, self.parameters)
+                more = make_batch_dynamic(gm, self.batch_dims, requests, self.parameters, self.dynamic_dims)
                 if more:
                     _marks.undo, _marks.again = (*_marks.undo, *more), True
                     raise _torch.restart_capture()  # trace again, now that the batch may vary
@@ -142,12 +151,28 @@ class Engine:
     def find(self, runner: GraphRunner, situation: Situation, args: tuple[Any, ...]) -> Lowered | None:
         """The plan for these arguments; None when the graph can't be scheduled at all."""
         schedules, sizes, facts = situation
-        found = schedules.plans.get(self._key(schedules, runner, sizes, args, facts))
+        found = self._stretched(schedules, runner, args, facts) if schedules.elastic else None
+        if found is None:
+            found = schedules.plans.get(self._key(schedules, runner, sizes, args, facts))
         if found is not None:
             self.stats.replays += 1
             return found
         with self.lock:
             return self.make(schedules, runner, sizes, args, facts)
+
+    def _stretched(
+        self, schedules: Schedules, runner: GraphRunner, args: tuple[Any, ...], facts: Mapping[str, Any]
+    ) -> Lowered | None:
+        """A plan made for another batch, with the cuts of this one."""
+        with self.lock:
+            graph, spaces, values = self._graph(schedules, runner, args, facts)
+            if graph is None:
+                return None
+            ctx = self._context(graph, spaces, values, facts)
+            elastic = schedules.elastic.get((runner, spaces, _user(schedules.scheduler, "key", ctx)))
+            if elastic is None or elastic.parts > ctx.max_parts:
+                return None
+            return elastic.at(ctx.resized(elastic.plan), {**runner.graph.hints, **values})
 
     def padding(
         self, runner: GraphRunner, situation: Situation, args: tuple[Any, ...]
@@ -177,11 +202,11 @@ class Engine:
         """The schedules of whoever decides in this situation."""
         schedules = self._schedules
         while schedules.chooses:
-            key = self._situation(schedules, runner, sizes, facts)
+            key = self._choice(schedules, runner, sizes, args, facts)
             if key not in schedules.chosen:
                 with self.lock:
                     self._choose(schedules, runner, sizes, args, facts)
-                key = self._situation(schedules, runner, sizes, facts)
+                key = self._choice(schedules, runner, sizes, args, facts)
             if schedules.chosen[key] is schedules:
                 break
             schedules = schedules.chosen[key]
@@ -190,7 +215,7 @@ class Engine:
     def note(self, runner: GraphRunner, args: tuple[Any, ...]) -> Any:
         """What a scheduler that chose for this situation has to say about it."""
         schedules = self._schedules
-        return schedules.notes.get(self._situation(schedules, runner, runner.sizes(args), self.facts()))
+        return schedules.notes.get(self._choice(schedules, runner, runner.sizes(args), args, self.facts()))
 
     def trials(self, runner: GraphRunner, args: tuple[Any, ...]) -> Trials:
         schedules, sizes, facts = self.situation(runner, args)
@@ -207,10 +232,10 @@ class Engine:
             chosen = checked_scheduler(_user(schedules.scheduler, "choose", ctx))
             self._note_facts(schedules, runner, sizes, ctx)
             if ctx.later is not None:
-                self._decide_later(schedules, self._situation(schedules, runner, sizes, facts), ctx)
+                self._decide_later(schedules, self._choice(schedules, runner, sizes, args, facts), ctx)
         if len(schedules.chosen) >= PLANS_KEPT:
             schedules.chosen.pop(next(iter(schedules.chosen)))
-        key = self._situation(schedules, runner, sizes, facts)
+        key = self._choice(schedules, runner, sizes, args, facts)
         schedules.notes[key] = ctx.note if graph is not None else None
         schedules.choose(key, chosen)
 
@@ -241,13 +266,24 @@ class Engine:
         self.deciding.append(thread)
         thread.start()
 
+    def _choice(
+        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+    ) -> Any:
+        """Under what a choice is kept: the scheduler's own key, or the situation."""
+        if schedules.has_key:
+            return (runner, self._own_key(schedules, runner, args, facts))
+        return self._situation(schedules, runner, sizes, facts)
+
+    def _own_key(self, schedules: Schedules, runner: GraphRunner, args: Any, facts: Mapping[str, Any]) -> Any:
+        with self.lock:
+            graph, spaces, values = self._graph(schedules, runner, args, facts)
+            return _user(schedules.scheduler, "key", self._context(graph, spaces, values, facts)) if graph else None
+
     def _key(
         self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> Any:
         if schedules.has_key:
-            with self.lock:
-                graph, spaces, values = self._graph(schedules, runner, args, facts)
-                own = _user(schedules.scheduler, "key", self._context(graph, spaces, values, facts)) if graph else None
+            own = self._own_key(schedules, runner, args, facts)
             # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
             return (runner, sizes, frozen(facts.get("num_tokens")), own)
         return self._situation(schedules, runner, sizes, facts)
@@ -272,7 +308,10 @@ class Engine:
             return None
         self._meetings.agree(made.plan, made.graph)
         start = time.perf_counter()
-        lowered = self.lowerer.lower(made.plan, made.graph, {**runner.graph.hints, **made.values}, made.functions)
+        values = {**runner.graph.hints, **made.values}
+        lowered = self._elastic(schedules, runner, made, key[-1], values) if schedules.is_elastic else None
+        if lowered is None:
+            lowered = self.lowerer.lower(made.plan, made.graph, values, made.functions)
         stats = self.stats
         stats.lower_seconds += time.perf_counter() - start
         stats.plans += 1
@@ -281,6 +320,21 @@ class Engine:
             schedules.plans.pop(next(iter(schedules.plans)))
         schedules.plans[self._key(schedules, runner, sizes, args, facts)] = lowered
         return lowered
+
+    def _elastic(
+        self, schedules: Schedules, runner: GraphRunner, made: Planned, own: Any, values: dict[sympy.Symbol, int]
+    ) -> Lowered | None:
+        """A function that serves other sizes under the scheduler's key as well; None if there is none."""
+        place = (runner, made.graph.spaces, own)
+        if place not in schedules.patterns or place in schedules.elastic:
+            return None
+        elastic = self.lowerer.elastic(made.plan, made.graph, values, made.functions)
+        if elastic is None:
+            return None
+        if len(schedules.elastic) >= PLANS_KEPT:
+            schedules.elastic.pop(next(iter(schedules.elastic)))
+        schedules.elastic[place] = elastic
+        return elastic.at(made.plan, values)
 
     def plan(
         self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
@@ -295,11 +349,11 @@ class Engine:
         if schedules.has_key:
             own = self._key(schedules, runner, sizes, args, facts)[-1]
         pattern = schedules.patterns.get((runner, spaces, own)) if schedules.has_key else None
-        if pattern is not None and len(pattern[0].micro_batches) <= ctx.batch_size:
+        if pattern is not None and len(pattern[0].micro_batches) <= ctx.max_parts:
             plan, functions = ctx.resized(pattern[0]), pattern[1]
         else:
             kept = KeptPlan(schedules.scheduler, graph, sizes, ctx, facts)  # now: schedule() may change the scheduler
-            loaded = kept.load()
+            loaded = None if schedules.is_elastic else kept.load()  # which does not tell what else it would serve
             if loaded is not None:
                 plan, functions = loaded
                 self.stats.plans_loaded += 1

@@ -40,7 +40,8 @@ class GraphRunner:
         self.graph = graph
         self.plain: str | None = None
         """Why the graph runs plainly, if it does."""
-        self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None)
+        idle = graph.idle
+        self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
         self._probes: dict[Spaces, Any] = {}
 
     def sizes(self, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -61,6 +62,11 @@ class GraphRunner:
         assert engine is not None, "called by a compiled model that is gone"
         if self.graph.shards:
             args = self._with_shards(args)
+        if self.graph.numbers.positions:
+            return self.graph.numbers.put_back(args, self._results(engine, args))
+        return self._results(engine, args)
+
+    def _results(self, engine: Engine, args: tuple[Any, ...]) -> Any:
         situation = engine.situation(self, args)
         if situation.schedules.has_buckets and (padding := engine.padding(self, situation, args)) is not None:
             how, rows, padded = padding

@@ -18,10 +18,12 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.collectives import make_contiguous
+from dynaflow.capture.numbers import Numbers
 from dynaflow.capture.shards import use_shards
 from dynaflow.errors import SplitError, nearest
 
 BatchDims = Mapping[str, int | None]
+DynamicDims = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,8 @@ class CapturedGraph:
         self.partial = _torch.is_part(gm)
         self.grad = torch.is_grad_enabled()
         make_contiguous(gm)
+        self.numbers = Numbers(gm)
+        """Those that the graph makes of numbers alone."""
         self.shards = use_shards(gm)
         """Inputs that are DTensors, of which the graph takes what this rank holds."""
         tensors = example_tensors(gm, parameters)
@@ -106,6 +110,15 @@ class CapturedGraph:
                     self._read_hint(size)
             else:
                 self._read_hint(example)
+
+    @property
+    def idle(self) -> frozenset[int]:
+        """Positions of the inputs that are numbers on which nothing depends that the graph computes."""
+        sizes = {s for shape in self.shapes.values() for e in (*shape.size, *shape.stride) for s in e.free_symbols}
+        return frozenset(
+            n for n, i in enumerate(self.inputs)
+            if i.symbol is not None and not i.node.users and not i.symbol.free_symbols & sizes
+        )  # fmt: skip
 
     def _read_hint(self, size: Any) -> None:
         if isinstance(size, torch.SymInt):
@@ -211,32 +224,38 @@ def dims_to_mark(
     requests: int,
     partial: bool,
     parameters: Sequence[str],
-) -> dict[str, int]:
-    """What may vary from call to call: the batch and, in a ragged one that nobody declared, the requests."""
-    dims = batch_dims_of(tensors, declared, partial, parameters)
-    if declared is None and requests > 1:
-        dims |= {n: 0 for n, (t, owned) in tensors.items() if not owned and t.dim() and t.size(0) == requests}
-    return dims
+    dynamic: DynamicDims,
+) -> dict[str, set[int]]:
+    """What may vary from call to call: the batch; in a ragged one that nobody declared, the requests; and `dynamic`."""
+    dims = {n: {dim} for n, dim in batch_dims_of(tensors, declared, partial, parameters).items()}
+    for n, (t, owned) in tensors.items():
+        if owned:
+            continue
+        if declared is None and requests > 1 and t.dim() and t.size(0) == requests:
+            dims.setdefault(n, set()).add(0)
+        for name, others in dynamic.items():
+            if is_named(n, name):
+                dims.setdefault(n, set()).update(dim % t.dim() for dim in others if -t.dim() <= dim < t.dim())
+    return {n: {dim for dim in found if tensors[n][0].size(dim) > 1} for n, found in dims.items()}
 
 
 def make_batch_dynamic(
-    gm: fx.GraphModule, declared: BatchDims | None, requests: int, parameters: Sequence[str]
+    gm: fx.GraphModule, declared: BatchDims | None, requests: int, parameters: Sequence[str], dynamic: DynamicDims
 ) -> list[Callable[[], None]]:
-    """Marks the batch dims that the capture took as constants. Returns the marks' undo functions.
+    """Marks the dims that vary and that the capture took as constants. Returns the marks' undo functions.
 
     `requests` is the number of requests of a ragged batch, or 0: inputs of that length are marked too.
     """
     tensors = example_tensors(gm, parameters)
     undo = []
-    dims = dims_to_mark(tensors, declared, requests, _torch.is_part(gm), parameters)
+    dims = dims_to_mark(tensors, declared, requests, _torch.is_part(gm), parameters, dynamic)
     static = {
         input_name(_torch.graph_input(node)[0], parameters): node.meta["example_value"]
         for node in gm.graph.find_nodes(op="placeholder")
     }
-    for name, dim in dims.items():
-        fake = static[name]
-        if isinstance(fake.size(dim), int) and fake.size(dim) > 1:
-            undo.append(_torch.mark_dynamic(tensors[name][0], dim))
+    for name, varying in dims.items():
+        if any(isinstance(static[name].size(dim), int) for dim in varying):
+            undo.append(_torch.mark_dynamic(tensors[name][0], sorted(varying)))
     return undo
 
 

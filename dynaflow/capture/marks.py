@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
-from dynaflow.capture.graph import BatchDims, dims_to_mark
+from dynaflow.capture.graph import BatchDims, DynamicDims, dims_to_mark
 
 DEPTH = 4
 """How far into an argument tensors are looked for: cache.layers[i].keys is three steps."""
@@ -24,13 +24,14 @@ def mark_arguments(
     parameters: Sequence[str],
     declared: BatchDims | None,
     requests: int,
+    dynamic: DynamicDims,
 ) -> list[Callable[[], None]]:
-    """Marks the dims that look like the batch; returns the functions that take the marks back."""
+    """Marks the dims that look like the batch, and `dynamic`; returns the functions that take the marks back."""
     names = [parameters[i] if i < len(parameters) else f"args.{i}" for i in range(len(args))]
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     tensors = {name: (tensor, False) for key, value in given.items() for name, tensor in _tensors(value, key, DEPTH)}
-    dims = dims_to_mark(tensors, declared, requests, True, parameters)
-    return [_torch.mark_dynamic(tensors[n][0], dim) for n, dim in dims.items() if tensors[n][0].size(dim) > 1]
+    dims = dims_to_mark(tensors, declared, requests, True, parameters, dynamic)
+    return [_torch.mark_dynamic(tensors[n][0], sorted(varying)) for n, varying in dims.items() if varying]
 
 
 def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow.capture.claims import Claim, has_no_rows
 from dynaflow.capture.collectives import group_of
+from dynaflow.capture.declared import followed
 from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.ops import Op, OpGraph, Value
 from dynaflow.capture.probe import RNG, NodeFacts, Probe
@@ -167,6 +168,7 @@ class Build:
             writes=tuple(writes),
             touches=tuple(sorted(touches.items())),
             after=tuple(sorted({self.home[d] for n in group.nodes for d in self.after[n]} - {piece.group})),
+            follows=tuple(sorted({m for n in group.nodes for a in followed(n) if (m := self.maker(a)) is not None})),
             shared=shared,
             refusal=None if shared else refusal,
             line=line or next((ln for n in group.nodes if (ln := source_line(n))), None),

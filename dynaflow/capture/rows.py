@@ -7,7 +7,8 @@ that range of its arguments gives that range of its outputs; which row an elemen
 position alone. Batch sizes among the sizes given to an operator are taken to be recomputed for the range.
 
 Rules are sought in this order: the tag for pointwise operators, exact rules for operators that move elements,
-a table for operators that compute, and DTensor's sharding rules. When in doubt, the answer is a refusal.
+a table for operators that compute, what was declared of custom ones, and DTensor's sharding rules. When in doubt, the
+answer is a refusal.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
-from dynaflow.capture import collectives, operators, oracle, views
+from dynaflow.capture import collectives, declared, operators, oracle, views
 from dynaflow.capture.alignment import ENDLESS, Call, Dims, Refusal, Signature, settle
 
 __all__ = ["Refusal", "follow_rows"]
@@ -73,7 +74,7 @@ def _rule(func: _torch.OpOverload) -> tuple[str, views.Rule | None]:
     if namespace in collectives.NAMESPACES:
         return name, collectives.rule
     if namespace != "aten":
-        return name, None
+        return name, declared.rule if declared.is_by_rows(func) else None
     # An in-place operator, and one that copies what another views, align as their namesakes do.
     for known in (name, name.removesuffix("_"), name.removesuffix("_copy")):
         rule = views.RULES.get(known) or operators.RULES.get(known)

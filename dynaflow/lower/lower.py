@@ -13,8 +13,9 @@ import torch
 from dynaflow.capture.graph import CapturedGraph, Input, is_named
 from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.codegen import Code, event_count, forget, generate
+from dynaflow.lower.elastic import Elastic
 from dynaflow.lower.operators import Operators, Sizes, Source
-from dynaflow.lower.program import make_program
+from dynaflow.lower.program import NotElastic, make_program
 from dynaflow.lower.segments import make_segments
 from dynaflow.lower.steps import Program
 from dynaflow.run.arena import Arena, BlockPool
@@ -65,6 +66,14 @@ class Lowered:
                 e.add_note(f"dynaflow: in {where}")
             raise
 
+    def placed(self, plan: Plan, cuts: tuple[int, ...], remade: Callable[[], Lowered]) -> Lowered:
+        """The same function for micro-batches of other sizes, if it is elastic. `remade`: for these sizes alone."""
+        run = self.run
+        found = Lowered(plan, self.graph, lambda args: run((*args, cuts)), None, self.joined_bytes)
+        found.plan, found.code = replace(plan, code=self.plan.code), self.code
+        found.all_values = lambda args: _all(remade(), args)
+        return found
+
     def tasks_of(self, error: BaseException) -> str | None:
         """Where an error was raised, in words."""
         indices = self.code.tasks_of(error) if self.code else None
@@ -73,6 +82,11 @@ class Lowered:
         tasks = [self.plan.tasks[i] for i in indices]
         which = f"task {indices[0]}" if len(tasks) == 1 else f"tasks {', '.join(map(str, indices))}, compiled as one"
         return f"{which}, {', then '.join(map(str, tasks))}, on lane {tasks[0].lane}"
+
+
+def _all(lowered: Lowered, args: Sequence[Any]) -> dict[int, Any]:
+    assert lowered.all_values is not None
+    return lowered.all_values(args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +138,42 @@ class Lowerer:
             lowered = Lowered(plan, graph, self.whole(graph.graph, sizes))
         else:
             program = make_program(plan, graph, sizes, self.operators, functions, chains=self.chains)
-            code = generate(program, cuda=job.device.type == "cuda", hook=self.on_task is not None)
+            code = self._generate(program, job.device)
             lowered = self._lowered(job, program, code, self._runnable(plan, program, code, job.device, self.blocks))
         if self._captures(job):
             lowered.run = self._as_graph(job, lowered)
         return lowered
 
+    def elastic(
+        self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]
+    ) -> Elastic | None:
+        """The plan for micro-batches of all sizes, if there can be such a thing."""
+        job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions)
+        if self.cudagraph is not None:
+            return None
+        if plan.sequential:
+            return self._elastic_sequence(job)
+        try:
+            program = make_program(plan, graph, sizes, self.operators, functions, chains=self.chains, elastic=True)
+        except NotElastic:
+            return None
+        code = self._generate(program, job.device)
+        lowered = self._lowered(job, program, code, self._runnable(plan, program, code, job.device, self.blocks))
+        return Elastic(lowered, program, lambda plan, sizes: self.lower(plan, graph, sizes, functions))
+
+    def _elastic_sequence(self, job: _Job) -> Elastic | None:
+        if self.operators.mode != "eager":  # compiled code is for one size, or for those that a guard allows
+            return None
+        run = self.whole(job.graph.graph, job.sizes)
+        lowered = Lowered(job.plan, job.graph, lambda args: run(args[:-1]))
+        return Elastic(lowered, Program(arguments=0, lanes=[], used=[]), lambda plan, sizes: lowered)
+
     def _lowered(self, job: _Job, program: Program, code: Code, run: Run) -> Lowered:
         self.stats.arena_bytes = program.arena_bytes
         return Lowered(job.plan, job.graph, run, code, program.joined_bytes, lambda args: self._all_values(job, args))
+
+    def _generate(self, program: Program, device: torch.device) -> Code:
+        return generate(program, cuda=device.type == "cuda", hook=self.on_task is not None)
 
     def _runnable(self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool) -> Run:
         """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
@@ -141,14 +182,7 @@ class Lowerer:
         if len(plan.lanes) < 2 and not plan.partitioned:
             issue = lambda args, memory: run(args, hook, memory)  # noqa: E731
         elif device.type == "cuda":
-            stream_run = StreamRun(
-                run,
-                device,
-                plan.lanes,
-                event_count(program),
-                self.streams,
-                self.graphs.streams if self.cudagraph else None,
-            )
+            stream_run = StreamRun(run, device, plan.lanes, event_count(program), self.streams, self.graphs.streams)
             issue = lambda args, memory: stream_run(args, hook, memory)  # noqa: E731
         else:
             pool = self.threads
@@ -178,7 +212,7 @@ class Lowerer:
         inner = tuple(v for op in graph.ops for v in op.writes if v not in hidden)
         every = replace(graph, outputs=inner, ending=None)
         program = make_program(plan, every, job.sizes, self.operators, job.functions, chains=False)
-        code = generate(program, cuda=job.device.type == "cuda", hook=self.on_task is not None)
+        code = self._generate(program, job.device)
         results = self._runnable(plan, program, code, job.device, self.blocks)(args)
         forget(code.filename)
         return dict(zip(inner, results, strict=True))

@@ -103,6 +103,23 @@ class Operators:
             self.compiled += 1
             return made.call
 
+    def get_for_all(self, source: Source, sizes: Sizes) -> tuple[Callable[..., Any], Callable[[Sizes], bool]]:
+        """A function for these sizes and others, and for which. To be called after `finish`."""
+        if self.mode == "eager":
+            return source.module.forward, lambda sizes: True
+        with self._lock:
+            variants = self._known.setdefault(_key(source), [])
+            found = next((v for v in variants if v.sizes is None and v.fits(sizes, ())), None)
+            if found is None:
+                with self._kernels.later():
+                    found = _compile_for_all(source, sizes)
+                variants.append(found)
+                self.compiled += 1
+            else:
+                self.shared += 1
+            made = found
+            return made.call, lambda sizes: made.fits(sizes, ())
+
     def finish(self) -> None:
         """Waits until all that `get` has given can be called."""
         with self._lock:

@@ -49,13 +49,32 @@ def make_program(
     chains: bool = True,
     pieces: bool = False,
     outside: frozenset[str] = frozenset(),
+    elastic: bool = False,
 ) -> Program:
     """`chains`: calls that run back to back on a lane are compiled as one.
 
     `pieces`: the program will be captured in pieces, with the operators `outside` between them.
+    `elastic`: the program serves micro-batches of all sizes (see `extents`), which it gets as one more argument.
     """
-    maker = _Maker(plan, graph, sizes, operators, functions)
+    maker = _Maker(plan, graph, sizes, operators, functions, elastic)
     return maker.make(make_units(plan, graph, chains=chains, apart=outside), pieces=pieces)
+
+
+class NotElastic(Exception):
+    """Something in the program depends on the size of the batch in a way that code can't follow."""
+
+
+def extents(plan: Plan, spaces: int) -> tuple[int, ...]:
+    """How large each micro-batch is, space by space: what an elastic program gets beside its arguments."""
+    return tuple(_extent(part, space) for space in range(spaces) for part in plan.micro_batches)
+
+
+def sizes_of(plan: Plan, graph: OpGraph, sizes: Sizes, parts: Parts) -> Sizes:
+    """What every symbol is worth for these micro-batches."""
+    found = dict(sizes)
+    for space, symbols in enumerate(graph.spaces):
+        found.update(dict.fromkeys(symbols, sum(_extent(plan.micro_batches[m], space) for m in parts)))
+    return found
 
 
 class _Maker:
@@ -66,8 +85,10 @@ class _Maker:
         sizes: Sizes,
         operators: Operators,
         functions: Mapping[str, Callable[..., Any]],
+        elastic: bool,
     ) -> None:
         self.plan, self.graph, self.sizes, self.operators, self.functions = plan, graph, sizes, operators, functions
+        self.elastic = elastic
         self.all: Parts = tuple(range(len(plan.micro_batches)))
         self.program = Program(arguments=len(graph.graph.inputs), lanes=[lane.name for lane in plan.lanes], used=[])
         self.program.partitioned = plan.partitioned
@@ -80,6 +101,8 @@ class _Maker:
         self.layouts = image_layouts(graph) if operators.writes_into and not graph.graph.grad else {}
         self.cuts: dict[str, list[str]] = {}  # buffer of its own -> the lines that slice it
         self.batch = frozenset().union(*graph.spaces) if graph.spaces else frozenset()
+        if elastic and (self.layouts or graph.graph.grad):
+            raise NotElastic("images, and gradients, want layouts that are known beforehand")
 
     def make(self, units: list[Unit], *, pieces: bool) -> Program:
         for value in self.graph.values:
@@ -105,12 +128,17 @@ class _Maker:
         self._free()
         self._place()
         self.program.used.sort()
+        if self.elastic:
+            names = [f"n{space}_{m}" for space in range(len(self.graph.spaces)) for m in self.all]
+            self.program.start.insert(0, f"{', '.join(names)}, = a{self.program.arguments}")
+            self.program.used.append(self.program.arguments)
+            self.program.arguments += 1
         return self.program
 
     # Memory
 
     def _buffers(self, units: list[Unit], pieces: bool) -> None:
-        if not self.operators.writes_into:
+        if not self.operators.writes_into or self.elastic:
             return
         for v, buffers in choose_buffers(units, self.graph, self.all).items():
             layouts = [self._layout(self.graph.values[v], b.parts) for b in buffers]
@@ -192,7 +220,7 @@ class _Maker:
         if not unit.writes and not any(written for op in unit.ops for _, written in op.touches):
             return "pass  # nobody uses what it makes"
         sizes = self._sizes(parts)
-        numbers = [str(concrete(e, sizes)) for e in unit.symbols]
+        numbers = [self._number(e, parts) for e in unit.symbols]
         inputs: list[Shape | sympy.Expr | Thing | None] = list(unit.symbols)
         strides: list[tuple[int, ...] | None] = [None] * len(unit.symbols)
         args, targets, outs, still, module = [], [], [], [], unit.module
@@ -225,7 +253,11 @@ class _Maker:
             module = write_into(module, outs)
         free = self.batch if unit.splittable else frozenset()
         source = Source(module=module, inputs=tuple(inputs), still=frozenset(still), free=free)
-        call = self.operators.get(source, sizes, tuple(strides))
+        if self.elastic:
+            call, fits = self.operators.get_for_all(source, sizes)
+            self.program.conditions.append((parts, fits))
+        else:
+            call = self.operators.get(source, sizes, tuple(strides))
         name = f"op{unit.ops[0].index}"
         if self.program.names.get(name, call) != call:  # another size of the same operator, compiled apart
             name = f"{name}_{len(self.program.names)}"
@@ -364,21 +396,33 @@ class _Maker:
     # Sizes
 
     def _sizes(self, parts: Parts) -> Sizes:
-        """What every symbol is worth for these micro-batches."""
-        sizes = dict(self.sizes)
-        for space, symbols in enumerate(self.graph.spaces):
-            count = sum(_extent(self.plan.micro_batches[m], space) for m in parts)
-            sizes.update(dict.fromkeys(symbols, count))
-        return sizes
+        return sizes_of(self.plan, self.graph, self.sizes, parts)
 
-    def _range(self, value: Value, space: int, dim: int, held: Parts, parts: Parts) -> tuple[int, int]:
+    def _range(self, value: Value, space: int, dim: int, held: Parts, parts: Parts) -> tuple[Any, Any]:
+        """Where the parts begin in what is held, and how long they are: numbers, or code that gives them."""
         assert value.shape is not None
         whole = next(iter(self.graph.spaces[space]))
         per_row = concrete(value.shape.size[dim], self.sizes) // self.sizes[whole]
-        before = [m for m in held if m < parts[0]]
+        before = tuple(m for m in held if m < parts[0])
+        if self.elastic:
+            size = value.shape.size[dim].xreplace(dict.fromkeys(self.graph.spaces[space], whole))
+            if concrete(size - per_row * whole, self.sizes) or sympy.diff(size, whole) != per_row:
+                raise NotElastic(f"{size} is no multiple of the batch")
+            return f"{per_row} * {_sum(space, before)}", f"{per_row} * {_sum(space, parts)}"
         start = sum(_extent(self.plan.micro_batches[m], space) for m in before)
         length = sum(_extent(self.plan.micro_batches[m], space) for m in parts)
         return start * per_row, length * per_row
+
+    def _number(self, expr: sympy.Expr, parts: Parts) -> str:
+        """A size for these micro-batches: a number, or code that gives it."""
+        if not self.elastic or not expr.free_symbols & self.batch:
+            return str(concrete(expr, self._sizes(parts)))
+        others = {s: sympy.Integer(n) for s, n in self.sizes.items() if s not in self.batch}
+        found = expr.xreplace(others)
+        if not found.is_polynomial(*found.free_symbols) or not all(a.is_Integer for a in found.atoms(sympy.Number)):
+            raise NotElastic(f"a size of {expr}")
+        sums = {s: sympy.Symbol(_sum(k, parts)) for k, space in enumerate(self.graph.spaces) for s in space}
+        return str(found.xreplace(sums))
 
     # The end
 
@@ -399,7 +443,7 @@ class _Maker:
         if self.graph.ending is None:
             program.results = "(" + "".join(f"{r}, " for r in results).rstrip() + ")"
             return
-        numbers = [str(concrete(e, self.sizes)) for e in self.graph.ending_symbols]
+        numbers = [self._number(e, self.all) for e in self.graph.ending_symbols]
         program.names["ending"] = self.graph.ending.forward
         program.results = f"ending({', '.join(numbers + results)})"
 
@@ -435,6 +479,10 @@ def _neighbours(parts: Parts) -> list[Parts]:
         else:
             found.append((m,))
     return found
+
+
+def _sum(space: int, parts: Parts) -> str:
+    return f"({' + '.join(f'n{space}_{m}' for m in parts) or 0})"
 
 
 def _extent(part: MicroBatch, space: int) -> int:

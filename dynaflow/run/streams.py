@@ -130,12 +130,11 @@ class StreamRun:
         lanes: tuple[Lane, ...],
         events: int,
         pool: StreamPool,
-        captured: CaptureStreams | None,
+        captured: CaptureStreams,
     ) -> None:
-        """`captured`: what to be captured on, if that may happen."""
+        """`captured`: the streams to be captured on, by us or by whoever calls us."""
         self._run, self._device, self._turns, self._issuing = run, device, pool.turns, pool.issuing
-        self._sides = pool.get(device, lanes)
-        self._captured = captured.get(device, lanes) if captured else []
+        self._sides, self._captured = pool.get(device, lanes), captured.get(device, lanes)
         self._events = [torch.cuda.Event() for _ in range(events)]
         self._fork = torch.cuda.Event()
 

@@ -19,6 +19,11 @@ class OpSchedulerBase:
     it leaves is checked, lowered, kept under `key(ctx)` and replayed from then on.
     """
 
+    elastic: bool = False
+    """Under one key (which has to be defined), one function serves batches of all sizes: nothing is made anew when the
+    size changes. In return, joining micro-batches copies, and operators are compiled for all sizes at once. For batches
+    that are different every time. No effect where plans are captured in CUDA graphs."""
+
     def partition(self) -> list[Rule]:
         """Where the graph may be cut."""
         return []
@@ -34,7 +39,8 @@ class OpSchedulerBase:
     def choose(self, ctx: ScheduleContext) -> OpSchedulerBase:
         """Who takes this situation over: another scheduler, with cuts of its own, or this one.
 
-        Asked once per situation, with the graph uncut. `key` and `bucket` are those of the chosen.
+        Asked once per situation, or once per `key(ctx)` if that is defined, with the graph uncut. The plans' `key`, and
+        `bucket`, are those of the chosen.
         """
         return self
 

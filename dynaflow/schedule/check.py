@@ -5,7 +5,8 @@
 3. Every operator runs exactly once for every micro-batch, and none that mixes rows runs for a part of them.
 4. Any two tasks that touch the same bytes of memory, one of them writing, are ordered, and in the model's
    order. A value is memory that its operator writes and others read, so this covers data as well.
-5. Any two tasks in which ranks meet, in one process group, are ordered: whichever rank comes first, all ranks meet in
+5. An operator that needs something of all earlier rows runs after what makes it for those.
+6. Any two tasks in which ranks meet, in one process group, are ordered: whichever rank comes first, all ranks meet in
    the plan's order.
 """
 
@@ -33,6 +34,7 @@ def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int]
     _check_lanes(plan)
     owner = _check_coverage(plan, graph)
     _check_memory(plan, graph, owner)
+    _check_follows(plan, graph, owner)
     _check_collectives(plan, graph)
 
 
@@ -189,6 +191,23 @@ def _check_memory(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]
                 writer[storage], readers[storage] = [op.index], []
             else:
                 readers.setdefault(storage, []).append(op.index)
+
+
+def _check_follows(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]) -> None:
+    before = plan.happens_before
+    for op in graph.ops:
+        for a in op.follows if op.splittable else ():
+            for m, (task, _) in enumerate(owner[op.index]):
+                for k, (first, _) in enumerate(owner[a][:m]):
+                    if first != task and not before[task] >> first & 1:
+                        raise PlanError(
+                            f"{op.name} (task {task}, lane {plan.tasks[task].lane}) must come after "
+                            f"{graph.ops[a].name} for micro-batch {k} (task {first}, lane {plan.tasks[first].lane}), "
+                            "since it needs what that leaves of earlier rows; nothing orders them so",
+                            op=op.name,
+                            line=op.line,
+                            advice=f"let task {task} wait for task {first}, or put both on one lane in that order",
+                        )
 
 
 def _check_collectives(plan: Plan, graph: OpGraph) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -237,12 +237,8 @@ class ScheduleContext:
             raise SplitError(
                 f"split({parts!r}): a micro-batch can't be empty", line=user_line(), advice="pass positive numbers"
             )
-        tokens = self.facts.get("num_tokens")
-        if tokens is not None:
-            self.micro_batches = split_requests(parts, [int(t) for t in tokens], self.batch_size)
-        else:
-            self.micro_batches = split_rows(parts, self.batch_size)
-        self.even_split = parts if isinstance(parts, int) and tokens is None else None
+        self.micro_batches = self._cut(parts)
+        self.even_split = parts if isinstance(parts, int) else None
         return self.micro_batches
 
     def get_ready_ops(self) -> list[OpItem]:
@@ -340,10 +336,15 @@ class ScheduleContext:
 
     def resized(self, plan: Plan) -> Plan:
         """The same decisions for this context's batch: the same number of equal parts, in the same order."""
-        parts = len(plan.micro_batches)
-        return replace(plan, micro_batches=split_rows(parts, self.batch_size), code="")
+        return replace(plan, micro_batches=self._cut(len(plan.micro_batches)), code="")
 
     # Inside
+
+    def _cut(self, parts: int | Sequence[int]) -> tuple[MicroBatch, ...]:
+        tokens = self.facts.get("num_tokens")
+        if tokens is None or parts == 1:
+            return split_rows(parts, self.batch_size)
+        return split_requests(parts, [int(t) for t in tokens], self.batch_size)
 
     def _start(self) -> None:
         """From the first question on, the split is fixed: count what each execution waits for."""
@@ -357,9 +358,12 @@ class ScheduleContext:
                 if not count:
                     bisect.insort(self._ready, (op.index, m))
         self._users: list[list[Op]] = [[] for _ in self.ops]
+        self._followers: list[list[Op]] = [[] for _ in self.ops]
         for op in self.ops:
             for a in op.after:
                 self._users[a].append(op)
+            for a in op.follows if op.splittable else ():
+                self._followers[a].append(op)
 
     def _units(self, op: Op) -> range:
         return range(len(self.micro_batches)) if op.splittable else range(1)
@@ -376,6 +380,9 @@ class ScheduleContext:
                 found.append((a, 0))
             else:
                 found.extend((a, m) for m in item.micro_batches)
+        for a in item.op.follows:
+            if item.op.splittable and self.ops[a].splittable:
+                found.extend((a, m) for m in range(item.micro_batches[-1]) if m not in item.micro_batches)
         return found
 
     def _mark_done(self, item: OpItem, task: int) -> None:
@@ -386,11 +393,17 @@ class ScheduleContext:
             if unit in self._ready:
                 self._ready.remove(unit)
             for user in self._users[item.op.index]:
-                units = [m] if user.splittable and item.op.splittable else list(self._units(user))
-                for u in units:
-                    self._missing[user.index, u] -= 1
-                    if not self._missing[user.index, u] and (user.index, u) not in self._owner:
-                        bisect.insort(self._ready, (user.index, u))
+                self._arrived(user, [m] if user.splittable and item.op.splittable else self._units(user))
+            for follower in self._followers[item.op.index] if item.op.splittable else ():
+                self._arrived(follower, self._units(follower)[m + 1 :])
+
+    def _arrived(self, op: Op, units: Iterable[int]) -> None:
+        """What these executions of an operator wait for is one less."""
+        assert self._missing is not None
+        for m in units:
+            self._missing[op.index, m] -= 1
+            if not self._missing[op.index, m] and (op.index, m) not in self._owner:
+                bisect.insort(self._ready, (op.index, m))
 
     def _record(self, items: tuple[Item, ...], lane: str, deps: set[int], function: str | None) -> None:
         last = self._last_on.get(lane)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dynaflow.errors import ScheduleError, nearest
@@ -27,14 +28,8 @@ CLASSES = {
 
 
 def make(name: str, **options: Any) -> OpSchedulerBase:
-    """The strategy of this name."""
-    if name not in CLASSES:
-        close = nearest(name, list(CLASSES), 1)[0]
-        raise ScheduleError(
-            f"no strategy {name!r}",
-            advice=f"did you mean {close!r}? There are {', '.join(CLASSES)}; or pass a scheduler",
-        )
-    kind = getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])
+    """The strategy of this name, or the scheduler of your own at `module:Class`."""
+    kind = _own(name) if ":" in name else _strategy(name)
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as e:
@@ -43,8 +38,33 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
     return made
 
 
-def named(scheduler: OpSchedulerBase | str) -> tuple[str, OpSchedulerBase]:
+def _strategy(name: str) -> Any:
+    if name not in CLASSES:
+        close = nearest(name, list(CLASSES), 1)[0]
+        raise ScheduleError(
+            f"no strategy {name!r}",
+            advice=f"did you mean {close!r}? There are {', '.join(CLASSES)}; or pass a scheduler",
+        )
+    return getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])
+
+
+def _own(name: str) -> Any:
+    from dynaflow.schedule.base import OpSchedulerBase
+
+    module, _, path = name.partition(":")
+    try:
+        kind = attrgetter(path)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ScheduleError(f"no scheduler {name!r}: {e}", advice='name a class as "package.module:Class"') from e
+    if not (isinstance(kind, type) and issubclass(kind, OpSchedulerBase)):
+        raise ScheduleError(f"{name!r} is no scheduler", advice="name a subclass of dynaflow.OpSchedulerBase")
+    return kind
+
+
+def named(scheduler: OpSchedulerBase | str | tuple[str, OpSchedulerBase]) -> tuple[str, OpSchedulerBase]:
     """A scheduler, or the strategy of that name, and what to call it."""
+    if isinstance(scheduler, tuple):
+        return scheduler
     if isinstance(scheduler, str):
         return scheduler, make(scheduler)
     usual = {k: p.default for k, p in inspect.signature(type(scheduler)).parameters.items()}

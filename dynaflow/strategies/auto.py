@@ -13,7 +13,7 @@ from dynaflow.tune.progress import progress_bar
 class Auto(df.OpSchedulerBase):
     """`seconds`: for tuning each new situation; 0: the cost model alone decides. `when`: in the first call, or in the
     background, with sequence until it is done. `most`: how many schedules are measured, of those that look best.
-    `among`: names or schedulers to choose from, if not all strategies. `progress`: says what it does meanwhile.
+    `among`: names, schedulers, or pairs of both to choose from, if not all strategies. `progress`: says what it does.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class Auto(df.OpSchedulerBase):
         seconds: float = 60.0,
         when: Literal["first call", "background"] = "first call",
         most: int = 4,
-        among: Sequence[str | df.OpSchedulerBase] | None = None,
+        among: Sequence[str | df.OpSchedulerBase | tuple[str, df.OpSchedulerBase]] | None = None,
         progress: bool = False,
     ) -> None:
         self.seconds, self.when, self.most, self.among, self.progress = seconds, when, most, among, progress

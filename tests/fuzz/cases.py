@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 import dynaflow as df
 from dynaflow.capture.ops import OpGraph
@@ -20,7 +21,7 @@ from dynaflow.lower.lower import Lowered
 from dynaflow.schedule.check import check
 from dynaflow.schedule.plan import Plan, Task
 from tests.fuzz.graphs import Dice, RandomGraph, random_graph
-from tests.fuzz.schedules import RandomScheduler, mutants, why_illegal
+from tests.fuzz.schedules import RandomElasticScheduler, RandomScheduler, mutants, why_illegal
 
 TOLERANCE = 1e-9
 _COMPUTING = {"tanh", "sin", "neg", "sigmoid", "linear", "softmax", "cumsum", "topk", "relu", "layer_norm", "mean"}
@@ -44,6 +45,7 @@ class Tally:
     unsplit: int = 0
     arenas: int = 0
     fusions: int = 0
+    elastic: int = 0
     mutants: Counter[str] = field(default_factory=Counter)
     killed: Counter[str] = field(default_factory=Counter)
     redundant: Counter[str] = field(default_factory=Counter)
@@ -60,8 +62,8 @@ class Tally:
         rate = 100 * killed / illegal if illegal else 100.0
         lines = [
             f"{self.cases} cases: {self.sequential} sequential, {self.unsplit} in one part, {self.plain} plain, "
-            f"{self.arenas} with an arena, {self.fusions} fusions; {self.undefined} programs that eager refuses were "
-            f"left out",
+            f"{self.arenas} with an arena, {self.elastic} elastic, {self.fusions} fusions; {self.undefined} programs "
+            f"that eager refuses were left out",
             f"{total} mutants: {killed} killed, {legal} redundant (legal by the oracle; {self.mutants_run} of them "
             f"run); kill rate {rate:.2f}% of {illegal} illegal ones",
         ]
@@ -104,17 +106,24 @@ def _show(op: Any) -> str:
 def draw_case(dice: Dice) -> Case:
     graph = random_graph(dice)
     functions = sorted({target_names(n)[0] for n in graph.gm.graph.nodes if n.op.startswith("call")} & _COMPUTING)
-    scheduler = RandomScheduler(dice, functions)
+    scheduler = (RandomElasticScheduler if dice.one_in(4) else RandomScheduler)(dice, functions)
     hook = _sleeper(dice.below(1000)) if dice.one_in(5) else None
     engine = Engine(scheduler, operators="eager", batch_dims=graph.batch_dims, on_task=hook)
     engine.operators.writes_into = dice.one_in(2)  # as compiled operators do
     engine.lowerer.chains = dice.one_in(2)
     batch, seed = 2 + dice.below(7), dice.below(100)
     with torch.no_grad():  # as it will be called
-        runner = engine.backend(graph.gm, list(graph.args(batch, seed)))
+        runner = engine.backend(_copy(graph.gm), list(graph.args(batch, seed)))
     if hasattr(runner, "error"):
         raise runner.error
     return Case(graph=graph, scheduler=scheduler, engine=engine, batch=batch, seed=seed, runner=runner)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A backend may change the graph that it is given; eager runs it as it was drawn."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
 
 
 def _sleeper(seed: int) -> Any:
@@ -136,8 +145,8 @@ def run_case(case: Case, dice: Dice, tally: Tally) -> bool:
         compare_again = compare_with_eager(case.graph, case.runner, case.batch, case.seed)
         if dice.one_in(4):  # a plan in use
             compare_with_eager(case.graph, case.runner, case.batch, case.seed + 1)
-        if dice.one_in(6):  # the same operators, another plan
-            compare_with_eager(case.graph, case.runner, 2 + dice.below(7), case.seed + 2)
+        for turn in range(3 if case.scheduler.elastic else dice.one_in(6)):  # the same operators, another plan or size
+            compare_with_eager(case.graph, case.runner, 2 + dice.below(7), case.seed + 2 + turn)
         compare_again()  # what was handed out belongs to the caller
     except Undefined:
         tally.undefined += 1
@@ -148,6 +157,7 @@ def run_case(case: Case, dice: Dice, tally: Tally) -> bool:
         tally.sequential += found.plan.sequential
         tally.unsplit += len(found.plan.micro_batches) == 1 and not found.plan.sequential
         tally.arenas += case.engine.stats.arena_bytes > 0
+        tally.elastic += bool(case.engine._schedules.elastic)
         tally.fusions += sum(t.replace is not None for t in found.plan.tasks)
     return True
 
@@ -246,7 +256,12 @@ def run_mutant(case: Case, plan: Plan, graph: OpGraph) -> None:
     args = case.graph.args(case.batch, case.seed)
     sizes = {**runner.graph.hints, **runner.graph.symbol_values(args)}
     lowered = case.engine.lowerer.lower(plan, graph, sizes, {})
-    compare_with_eager(case.graph, lambda *given: lowered(given), case.batch, case.seed)
+    numbers = runner.graph.numbers
+
+    def run(*given: Any) -> Any:
+        return numbers.put_back(given, lowered(given)) if numbers.positions else lowered(given)
+
+    compare_with_eager(case.graph, run, case.batch, case.seed)
 
 
 # Through the front door

@@ -35,7 +35,7 @@ class RandomScheduler(OpSchedulerBase):
             return ctx.sequential()
         self._split(ctx)
         lanes = LANES[: 1 + dice.below(4)]
-        fuses, merges = dice.one_in(3), dice.one_in(2)
+        fuses, merges = dice.one_in(3) and not self.elastic, dice.one_in(2)  # the functions are made for one size
         while ready := ctx.get_ready_ops():
             item = dice.pick(ready)
             lane = dice.pick(lanes)
@@ -55,7 +55,7 @@ class RandomScheduler(OpSchedulerBase):
         if parts == 1:
             return
         sizes: list[int] | int = parts
-        if not dice.one_in(3):
+        if not self.elastic and not dice.one_in(3):
             sizes = [1] * parts
             for _ in range(rows - parts):
                 sizes[dice.below(parts)] += 1
@@ -93,6 +93,15 @@ class RandomScheduler(OpSchedulerBase):
             if all(before in ctx._owner or before in inside for before in ctx._before(item)):
                 chain = [*chain, item]
         return chain
+
+
+class RandomElasticScheduler(RandomScheduler):
+    """One schedule, drawn once, for batches of all sizes."""
+
+    elastic = True
+
+    def key(self, ctx: ScheduleContext) -> str:
+        return "any"
 
 
 def fused(ctx: ScheduleContext, items: list[OpItem]) -> Callable[..., Any]:

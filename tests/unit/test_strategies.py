@@ -166,6 +166,27 @@ def test_torch_compile_takes_a_name() -> None:
     assert_equal(fast(**inputs).logits, plain(**inputs).logits)
 
 
+class Own(df.OpSchedulerBase):
+    """Found by its name, as a setting of another system has it."""
+
+    def __init__(self, parts: int = 2) -> None:
+        self.parts = parts
+
+
+def test_a_scheduler_of_ones_own_by_name() -> None:
+    made = strategies.make("tests.unit.test_strategies:Own", parts=3)
+    assert type(made).__name__ == "Own" and made.parts == 3  # type: ignore[attr-defined]
+    for name, message in (
+        ("tests.unit.test_strategies:Missing", "no scheduler"),
+        ("no.such.module:Own", "no scheduler"),
+        ("tests.unit.test_strategies:X", "is no scheduler"),
+    ):
+        with pytest.raises(df.ScheduleError, match=message):
+            strategies.make(name)
+    with pytest.raises(df.ScheduleError, match="its options are"):
+        strategies.make("tests.unit.test_strategies:Own", pats=3)
+
+
 # --- choosing --------------------------------------------------------------------------------------------
 
 
@@ -192,6 +213,24 @@ def test_choose_by_fact() -> None:
     assert len(fast.plan(X, facts={"phase": "a"}).micro_batches) == 2
     assert len(fast.plan(X, facts={"phase": "b"}).micro_batches) == 3
     assert len(fast.plan(X, facts={"phase": "a"}).micro_batches) == 2
+
+
+def test_a_choice_is_kept_under_the_choosers_key() -> None:
+    class ByKey(df.OpSchedulerBase):
+        asked = 0
+
+        def key(self, ctx: df.ScheduleContext) -> bool:
+            return ctx.batch_size > 6
+
+        def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
+            self.asked += 1
+            return Each(STACK_RULES, split=3 if ctx.batch_size > 6 else 2)
+
+    chooser = ByKey()
+    fast = compiled(Stack(), chooser)
+    for batch, parts in ((4, 2), (5, 2), (8, 3), (6, 2), (9, 3)):
+        assert len(fast.plan(randn(batch, 8)).micro_batches) == parts
+    assert chooser.asked == 2
 
 
 def test_choose_among_choosers() -> None:

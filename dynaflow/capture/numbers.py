@@ -1,0 +1,71 @@
+"""Numbers that a graph makes of numbers alone, such as a counter that the model keeps in Python.
+
+They are no work for a plan. Taken out of the graph, they are made beside it in each call; and what nothing else uses is
+no part of a situation, so that counting on does not ask for another plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Numbers:
+    """Those among a graph's results. The graph is changed: it has them no more."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        (output,) = gm.graph.find_nodes(op="output")
+        results = list(output.args[0])
+        self._made_of = {r: made for r in results if (made := _of_numbers(r)) is not None}
+        self.positions = [i for i, r in enumerate(results) if r in self._made_of]
+        if not self.positions:
+            return
+        self._function = self._taken_out(gm, [results[i] for i in self.positions])
+        gm.graph.find_nodes(op="output")[0].args = (tuple(r for r in results if r not in self._made_of),)
+        for node in reversed(list(gm.graph.nodes)):  # what was there for them alone
+            if any(node in made for made in self._made_of.values()) and not node.users and node.op != "placeholder":
+                gm.graph.erase_node(node)
+        gm.recompile()
+
+    def _taken_out(self, gm: fx.GraphModule, results: Sequence[fx.Node]) -> fx.GraphModule:
+        """A function of the graph's arguments that makes the numbers."""
+        graph, copies = fx.Graph(), {}
+        needed = set().union(*self._made_of.values())
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = graph.placeholder(node.name)
+            elif node in needed:
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        graph.output(tuple(copies[r] for r in results))
+        return fx.GraphModule(gm, graph)
+
+    def put_back(self, args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """The results of a call with the numbers in their places."""
+        complete = list(results)
+        for position, number in zip(self.positions, self._function(*args), strict=True):
+            complete.insert(position, number)
+        return complete
+
+
+def _of_numbers(result: Any) -> set[fx.Node] | None:
+    """The nodes that a number is made by, if only numbers go into it; None for anything else."""
+    if not isinstance(result, fx.Node) or not _is_number(result):
+        return None
+    found: set[fx.Node] = set()
+    waiting = [result]
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        if not _is_number(node) or node.op not in ("placeholder", "call_function"):
+            return None
+        found.add(node)
+        waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,0 +1,54 @@
+"""A plan's function for micro-batches of any size.
+
+The generated code gets the sizes as one more argument, and its operators are compiled for all sizes. So a batch that is
+different every time needs no new function: only its cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dynaflow.capture.ops import OpGraph
+from dynaflow.lower.operators import Sizes
+from dynaflow.lower.program import extents, sizes_of
+from dynaflow.lower.steps import Program
+from dynaflow.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from dynaflow.lower.lower import Lowered
+
+KEPT = 4096
+"""Sizes for which it is remembered whether the operators fit."""
+
+
+class Elastic:
+    """`lowered` takes the extents of the micro-batches behind the graph's arguments."""
+
+    def __init__(self, lowered: Lowered, program: Program, remake: Callable[[Plan, Sizes], Lowered]) -> None:
+        self.lowered, self.parts = lowered, len(lowered.plan.micro_batches)
+        self._program, self._remake = program, remake
+        self._fits: dict[tuple[int, ...], bool] = {}
+
+    @property
+    def plan(self) -> Plan:
+        return self.lowered.plan
+
+    def at(self, plan: Plan, sizes: Sizes) -> Lowered | None:
+        """For a plan that differs in the sizes of its micro-batches; None if an operator does not fit them."""
+        graph = self.lowered.graph
+        cuts = extents(plan, len(graph.spaces))
+        if cuts not in self._fits:
+            if len(self._fits) >= KEPT:
+                self._fits.clear()
+            self._fits[cuts] = self._fit(plan, graph, sizes)
+        return self.lowered.placed(plan, cuts, lambda: self._remake(plan, sizes)) if self._fits[cuts] else None
+
+    def _fit(self, plan: Plan, graph: OpGraph, sizes: Sizes) -> bool:
+        known: dict[tuple[Any, ...], Sizes] = {}
+        for parts, fits in self._program.conditions:
+            if parts not in known:
+                known[parts] = sizes_of(plan, graph, sizes, parts)
+            if not fits(known[parts]):
+                return False
+        return True

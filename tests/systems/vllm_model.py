@@ -1,0 +1,106 @@
+"""A small Llama that vLLM loads and serves offline, on CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where it can be looked at
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""What is set already stays."""
+VOCABULARY = 1024
+LONGEST = 512
+"""Tokens of a prompt and its answer."""
+STEP = 256
+"""Tokens of a step."""
+BLOCK = 32
+"""Tokens of a block of keys and values: what vLLM finds again when prompts begin alike."""
+
+_LAYERS, _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD = 3, 128, 256, 4, 2, 32
+
+
+def prepare() -> None:
+    """Before vLLM is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(1)  # small operators on busy cores: two threads would mostly wait for each other
+
+
+def small_llama(folder: Path) -> str:
+    """Its weights vary enough that whoever mixes up requests or positions gets other tokens."""
+    from safetensors.torch import save_file
+
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LONGEST,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * 1.5 / columns**0.5
+
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCABULARY, _HIDDEN, generator=generator),
+        "model.norm.weight": torch.ones(_HIDDEN),
+        "lm_head.weight": matrix(VOCABULARY, _HIDDEN),
+    }
+    for layer in range(_LAYERS):
+        made = {
+            "input_layernorm": torch.ones(_HIDDEN),
+            "self_attn.q_proj": matrix(_HEADS * _HEAD, _HIDDEN),
+            "self_attn.k_proj": matrix(_KV_HEADS * _HEAD, _HIDDEN),
+            "self_attn.v_proj": matrix(_KV_HEADS * _HEAD, _HIDDEN),
+            "self_attn.o_proj": matrix(_HIDDEN, _HEADS * _HEAD),
+            "post_attention_layernorm": torch.ones(_HIDDEN),
+            "mlp.gate_proj": matrix(_INNER, _HIDDEN),
+            "mlp.up_proj": matrix(_INNER, _HIDDEN),
+            "mlp.down_proj": matrix(_HIDDEN, _INNER),
+        }
+        weights |= {f"model.layers.{layer}.{name}.weight": value for name, value in made.items()}
+    return weights
+
+
+def settings(folder: str, **more: Any) -> dict[str, Any]:
+    """Few requests at once, and steps too small for long prompts: so requests wait, and prompts come in chunks."""
+    return {
+        "model": folder,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": LONGEST,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": STEP,
+        "block_size": BLOCK,
+        "seed": 0,
+        **more,
+    }

@@ -1,0 +1,208 @@
+"""Serves workloads with vLLM in a process of its own, and tells what was answered and how the steps ran.
+
+`python -m tests.systems.vllm_run stock|scheduled|processes FOLDER RESULT [SCHEDULERS]`: FOLDER has the model, RESULT is
+the JSON file to write. SCHEDULERS is a JSON object of names, with vLLM's setting for each: vLLM starts with the first,
+and the others take over one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.systems import vllm_model
+
+vllm_model.prepare()
+
+Settings = dict[str, dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    name: str
+    prompt: list[int]
+    answer: int
+    """So many tokens."""
+    arrives: int = 0
+    """Before this step of the engine."""
+    aborted: int | None = None
+    """Before this one; then nobody asks for its answer."""
+
+
+def workloads() -> dict[str, list[Request]]:
+    """The same in every process."""
+    made = (prompts, long, queue, arrivals, prefix, twins)
+    return {function.__name__: function() for function in made}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, vllm_model.VOCABULARY), k=count)
+
+
+def prompts() -> list[Request]:
+    """Answers of one token: no step but reads prompts, of several requests or pieces of a long one."""
+    lengths = [10, 30, 7, 200, 21, 50, 16, 3, 160, 40, 12, 28]
+    return [Request(name=f"r{i}", prompt=tokens(n, 50 + i), answer=1) for i, n in enumerate(lengths)]
+
+
+def long() -> list[Request]:
+    """A prompt has whole steps for itself: parts are pieces of it."""
+    return [Request(name=f"l{i}", prompt=tokens(480 - 70 * i, 70 + i), answer=4, arrives=10 * i) for i in range(3)]
+
+
+def queue() -> list[Request]:
+    """All at once, and three times as many as run at a time; some have a prompt of one token, some a long one."""
+    lengths = [1, 200, 3, 17, 1, 64, 150, 5, 33, 1, 1, 90, 2, 120, 48, 7, 1, 199, 25, 11, 1, 70, 4, 16]
+    return [Request(name=f"q{i}", prompt=tokens(n, i), answer=2 + (7 * i) % 23) for i, n in enumerate(lengths)]
+
+
+def arrivals() -> list[Request]:
+    """They come while others are answered, and some go before they are."""
+    lengths = [9, 60, 1, 140, 22, 1, 180, 13, 35, 4, 75, 1]
+    aborted = {1: 4, 3: 7, 6: 13, 8: 20}
+    return [
+        Request(name=f"a{i}", prompt=tokens(n, 100 + i), answer=12 + i, arrives=2 * i, aborted=aborted.get(i))
+        for i, n in enumerate(lengths)
+    ]
+
+
+def prefix() -> list[Request]:
+    """Later prompts begin like the first ones, so keys and values are there already: of 2 blocks, or of 1."""
+    shared = tokens(2 * vllm_model.BLOCK, 200)
+    return [
+        Request(name=f"p{i}", prompt=shared[: (2 - i % 2) * vllm_model.BLOCK] + own, answer=6, arrives=i)
+        for i, own in enumerate(tokens(1 + i, 201 + i) for i in range(10))
+    ]
+
+
+def twins() -> list[Request]:
+    """Equal prompts that come at once, when others have left places: one reads what the other writes in that step."""
+    others = [Request(name=f"t{i}", prompt=tokens(5, 250 + i), answer=3 + 2 * i) for i in range(8)]
+    pairs = [
+        Request(name=f"t{8 + 2 * i + j}", prompt=tokens(75, 260 + i), answer=8, arrives=1 + 2 * i)
+        for i in range(6)
+        for j in range(2)
+    ]
+    return [*others, *pairs]
+
+
+def pool() -> list[Request]:
+    """What the soak test asks for, again and again."""
+    return [Request(name=f"s{i}", prompt=tokens(1 + (i * i * 7) % 400, 300 + i), answer=24) for i in range(80)]
+
+
+@dataclasses.dataclass
+class Served:
+    answers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """By request: its tokens, their logprobs, how far the next best were, and how much of the prompt was cached."""
+    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Of each forward pass under a schedule: tokens of its requests, and of the parts that attention was called for."""
+
+
+def serve(llm: Any, requests: Sequence[Request]) -> Served:
+    """Steps the engine until all are answered or aborted."""
+    from dynaflow.integrations.vllm_batches import Step
+
+    engine, served, step = llm.llm_engine, Served(), 0
+    last, waiting = Step.now, list(requests)
+    while waiting or engine.has_unfinished_requests():
+        for request in [r for r in waiting if r.arrives <= step]:
+            waiting.remove(request)
+            engine.add_request(request.name, {"prompt_token_ids": request.prompt}, sampling(request.answer))
+        engine.abort_request([r.name for r in requests if r.aborted == step])
+        for output in engine.step():
+            if output.finished and output.outputs[0].finish_reason != "abort":
+                served.answers[output.request_id] = answer_of(output)
+        if Step.now is not None and Step.now is not last:
+            last = Step.now
+            parts = [stop - start for start, stop in sorted(last.parts)]
+            served.steps.append({"requests": last.requests, "parts": parts, "why_whole": last.why_whole})
+        step += 1
+    return served
+
+
+def sampling(answer: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=answer, temperature=0, detokenize=False, ignore_eos=True, logprobs=2)
+
+
+def answer_of(output: Any) -> dict[str, Any]:
+    answer = output.outputs[0]
+    best = [sorted((p.logprob for p in at.values()), reverse=True) for at in answer.logprobs]
+    return {
+        "tokens": list(answer.token_ids),
+        "logprobs": [at[token].logprob for token, at in zip(answer.token_ids, answer.logprobs)],
+        "margin": min(first - second for first, second, *_ in best),
+        "cached": output.num_cached_tokens,
+    }
+
+
+def run_stock(folder: str) -> dict[str, Any]:
+    """vLLM with our plugin installed and nothing set."""
+    from vllm import LLM
+
+    llm = LLM(**vllm_model.settings(folder))
+    found = {name: dataclasses.asdict(serve(llm, requests)) for name, requests in workloads().items()}
+    llm.reset_prefix_cache()
+    return {"served": found, "pool": serve(llm, pool()).answers}
+
+
+def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
+    """vLLM under each scheduler; what the counters say of each is what it added."""
+    from vllm import LLM
+
+    from dynaflow.integrations import vllm as integration
+    from dynaflow.options import scheduler_of
+    from tests.systems.vllm_schedulers import Uneven
+
+    llm = LLM(**vllm_model.settings(folder, additional_config={"dynaflow": next(iter(schedulers.values()))}))
+    (forward,) = integration.forwards()
+    found = {}
+    for name, setting in schedulers.items():
+        forward.engine.set_scheduler(integration.in_vllm(scheduler_of(**setting)))
+        llm.reset_prefix_cache()
+        before = dataclasses.replace(forward.stats)
+        served = {workload: dataclasses.asdict(serve(llm, requests)) for workload, requests in workloads().items()}
+        counters = ("runs", "sequential_runs", "plans", "scheduler_calls", "plain_graphs")
+        found[name] = {
+            "served": served,
+            "stats": {counter: getattr(forward.stats, counter) - getattr(before, counter) for counter in counters},
+            "lanes": sorted({lane.name for plan in forward.plans for lane in plan.lanes}),
+        }
+    return {"schedulers": found, "graphs": forward.stats.graphs, "asked": sorted(Uneven.asked)}
+
+
+def run_processes(folder: str, schedulers: Settings) -> dict[str, Any]:
+    """As a user has it: the engine in a process of vLLM's own."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    from vllm import LLM
+
+    (setting,) = schedulers.values()
+    llm = LLM(**vllm_model.settings(folder, additional_config={"dynaflow": setting}))
+    asked = queue()
+    prompts: list[Any] = [{"prompt_token_ids": request.prompt} for request in asked]
+    outputs = llm.generate(prompts, [sampling(request.answer) for request in asked], use_tqdm=False)
+    answers = {request.name: answer_of(output) for request, output in zip(asked, outputs)}
+    return {"answers": answers, "workers": llm.collective_rpc(_worker)}
+
+
+def _worker(self: Any) -> dict[str, int]:
+    """Sent to vLLM's worker: what runs there?"""
+    from dynaflow.integrations import vllm as integration
+
+    (forward,) = integration.forwards()
+    return {"process": os.getpid(), "runs": forward.stats.runs, "sequential_runs": forward.stats.sequential_runs}
+
+
+if __name__ == "__main__":
+    what, folder, result, *given = sys.argv[1:]
+    run = {"stock": run_stock, "scheduled": run_scheduled, "processes": run_processes}[what]
+    made = run(folder, *map(json.loads, given))
+    Path(result).write_text(json.dumps({**made, "process": os.getpid()}))

@@ -1,0 +1,133 @@
+"""Elastic plans: one function for batches of all sizes, equal to the model at each of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynaflow as df
+from tests.zoo import ZOO
+
+
+class Stretching(df.OpSchedulerBase):
+    """`parts` micro-batches, attention on a lane of its own; one plan for all sizes that can be split so."""
+
+    elastic = True
+
+    def __init__(self, parts: int, cuts: tuple[df.SplitModule, ...] = ()) -> None:
+        self.parts, self.cuts, self.asked = parts, cuts, 0
+
+    def partition(self) -> list[Any]:
+        return list(self.cuts)
+
+    def key(self, ctx: df.ScheduleContext) -> Any:
+        return min(self.parts, ctx.max_parts)
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        self.asked += 1
+        ctx.split(min(self.parts, ctx.max_parts))
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, lane="other" if "attention" in op.tags else "main")
+
+
+CUTS = (df.SplitModule("*.self_attn", tag="attention"), df.SplitModule("*.mlp"))
+
+
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_one_function_for_all_sizes(operators: str) -> None:
+    entry = ZOO["llama"]
+    model = entry.build()
+    scheduler = Stretching(3, CUTS)
+    fast = df.compile(model, scheduler, operators=operators)
+    with torch.no_grad():
+        for batch in (6, 7, 3, 12, 4, 6, 20):
+            inputs = entry.inputs(batch)
+            torch.testing.assert_close(fast(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-4)
+            plan = fast.plan(**inputs)
+            assert [m.size for m in plan.micro_batches] == [batch // 3 + (i < batch % 3) for i in range(3)]
+            assert "n0_0" in plan.code
+    assert scheduler.asked == 1 and fast.stats.plans == 1
+
+
+def test_fewer_rows_than_parts_are_another_key() -> None:
+    entry = ZOO["llama"]
+    model, scheduler = entry.build(), Stretching(3, CUTS)
+    fast = df.compile(model, scheduler, operators="eager")
+    with torch.no_grad():
+        for batch in (6, 2, 9, 2):
+            inputs = entry.inputs(batch)
+            torch.testing.assert_close(fast(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-4)
+    assert scheduler.asked == 2, "three micro-batches, and two"
+
+
+class Packed(nn.Module):
+    """Tokens of several requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))) * scale[:, None].to(x.dtype)
+
+
+def test_packed_requests_are_cut_at_their_boundaries() -> None:
+    model, scheduler = Packed(), Stretching(2, (df.SplitModule("up"), df.SplitModule("down")))
+    fast = df.compile(model, scheduler, operators="eager")
+    dice = random.Random(0)
+    seen = set()
+    with torch.no_grad():
+        for _ in range(30):
+            lengths = [dice.randint(1, 9) for _ in range(dice.randint(2, 7))]
+            rows = sum(lengths)
+            if rows == len(lengths):
+                continue
+            inputs = {"x": torch.randn(rows, 8), "scale": torch.arange(rows) % 5}
+            facts = {"num_tokens": lengths}
+            torch.testing.assert_close(fast(**inputs, facts=facts), model(**inputs))
+            plan = fast.plan(**inputs, facts=facts)
+            ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+            assert len(plan.micro_batches) == 2 and plan.micro_batches[0].stop in ends
+            seen.add(tuple(m.size for m in plan.micro_batches))
+    assert len(seen) > 10 and scheduler.asked == 1 and fast.stats.plans == 1
+
+
+def test_sizes_that_are_odd_numbers_to_the_model() -> None:
+    class Halved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x) + x.new_ones(x.size(0) // 2 * 2 + x.size(0) % 2, 4)
+
+    model, scheduler = Halved(), Stretching(2)
+    fast = df.compile(model, scheduler, operators="eager")
+    with torch.no_grad():
+        for batch in (4, 6, 9):
+            x = torch.randn(batch, 4)
+            torch.testing.assert_close(fast(x), model(x))
+
+
+def test_with_gradients_each_size_has_a_function_of_its_own() -> None:
+    model, scheduler = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Stretching(2, (df.SplitModule("0"),))
+    fast = df.compile(model, scheduler, operators="eager")
+    for batch in (4, 6, 9):
+        x = torch.randn(batch, 4)
+        torch.testing.assert_close(fast(x), model(x))
+        assert "n0_0" not in fast.plan(x).code
+    assert scheduler.asked == 1 and fast.stats.plans == 3
+
+
+@pytest.mark.parametrize("name", ["mixtral", "bert", "t5", "whisper", "gpt2"])
+def test_models(name: str) -> None:
+    entry = ZOO[name]
+    model = entry.build()
+    fast = df.compile(model, Stretching(2), operators="eager", verify=True)
+    with torch.no_grad():
+        for batch in (4, 7, 5):
+            inputs = entry.inputs(batch)
+            expected, found = model(**inputs), fast(**inputs)
+            torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert fast.stats.verified == 3
