@@ -62,7 +62,8 @@ def accelerate(
     scheduler: one of your own, or the name of a strategy, which takes `scheduler_options`.
     max_cache_len: how many tokens the cache is made for. By default as many as the longest call so far needed; each
         time it grows, plans are made anew.
-    options: those of `dynaflow.compile`. `cudagraph` is for decoding: prompts have too many lengths.
+    options: those of `dynaflow.compile`. `cudagraph` is for decoding: prompts have too many lengths. The scheduler
+        finds "prefill" or "decode" under ctx.facts["phase"].
 
     Calls that have no static cache, or that need gradients, run as before. `release` takes everything back.
     """
@@ -111,9 +112,13 @@ class Phase:
     to a function are a few more: before and after a sliding window is full, a cache that has grown.
     """
 
-    def __init__(self, plain: Callable[..., Any], scheduler: OpSchedulerBase, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, plain: Callable[..., Any], scheduler: OpSchedulerBase, options: Mapping[str, Any]
+    ) -> None:
         self._plain, self._fullgraph = plain, options["fullgraph"]
-        self._any = api.compile(plain, scheduler, **{"dynamic_dims": LENGTHS, **options})
+        given = options.get("facts") or {}
+        facts = (lambda: {"phase": name, **given()}) if callable(given) else {"phase": name, **given}
+        self._any = api.compile(plain, scheduler, **{"dynamic_dims": LENGTHS, **options, "facts": facts})
         self._functions: dict[Any, api.CompiledModel] = {}
 
     @property
@@ -141,8 +146,8 @@ class Generation:
     ) -> None:
         functools.update_wrapper(self, model.forward)  # generate looks at its signature
         self._model, self._plain, self._before = model, model.forward, vars(model).get("forward")
-        self.prefill = Phase(self._plain, scheduler, {**options, "cudagraph": None})
-        self.decode = Phase(self._plain, scheduler, options)
+        self.prefill = Phase("prefill", self._plain, scheduler, {**options, "cudagraph": None})
+        self.decode = Phase("decode", self._plain, scheduler, options)
         self._seen: dict[Any, Any] = {}
         """Caches for one token, by device and type: a model may be moved."""
         wanted = {**SETTINGS, **({"max_cache_len": max_cache_len} if max_cache_len else {})}
@@ -216,27 +221,21 @@ def _tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     return kwargs["inputs_embeds"] if ids is None else ids
 
 
-class _Remembering(OpSchedulerBase):
+class _ByPowersOfTwo(OpSchedulerBase):
     """Tunes once for sizes up to the same power of two: a new prompt length must not mean another minute."""
 
     def __init__(self, tuner: Auto) -> None:
         self.tuner = tuner
-        self._chosen: dict[Any, tuple[OpSchedulerBase, Any]] = {}
+
+    def key(self, ctx: ScheduleContext) -> Any:
+        return tuple((name, *((size - 1).bit_length() for size in sizes)) for name, sizes in ctx.inputs.items())
 
     def choose(self, ctx: ScheduleContext) -> OpSchedulerBase:
-        sizes = ctx.inputs.get("input_ids") or ctx.inputs["inputs_embeds"]
-        about = tuple((size - 1).bit_length() for size in sizes)
-        if about in self._chosen:
-            chosen, ctx.note = self._chosen[about]
-            return chosen
-        chosen = self.tuner.choose(ctx)
-        if ctx.later is None:
-            self._chosen[about] = chosen, ctx.note
-        return chosen
+        return self.tuner.choose(ctx)
 
 
 def _situations(scheduler: OpSchedulerBase) -> OpSchedulerBase:
-    return _Remembering(scheduler) if isinstance(scheduler, Auto) else scheduler
+    return _ByPowersOfTwo(scheduler) if isinstance(scheduler, Auto) else scheduler
 
 
 def _of_no_tokens(like: torch.Tensor, rows: int) -> torch.Tensor:
@@ -245,7 +244,7 @@ def _of_no_tokens(like: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _check(model: Any) -> None:
     """Raises if the model, or the transformers that it is of, can't be accelerated."""
-    if not hasattr(model, "generate") or not hasattr(model, "generation_config"):
+    if not hasattr(model, "generate") or getattr(model, "generation_config", None) is None:
         raise DynaFlowError(
             f"{type(model).__name__} does not generate",
             advice="pass a model of transformers that does, e.g. AutoModelForCausalLM; for others, dynaflow.compile",

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from torch import fx
 from dynaflow import _torch, api
 from dynaflow.capture.declared import by_rows
 from dynaflow.engine import Engine
-from dynaflow.integrations.vllm_batches import PARTS, Step, remember_builds, remember_tables
+from dynaflow.integrations.vllm_batches import PARTS, Step, remember_builds, remember_new_tables, remember_tables
 from dynaflow.options import check_options, defaults, scheduler_of
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.context import DEFAULT_LANE, ScheduleContext
@@ -57,7 +58,11 @@ def plugin() -> None:
 
     def with_options(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         found = init_backend(self, vllm_config, *args, **kwargs)
-        return functools.partial(backend, options=options_of(vllm_config)) if found is backend else found
+        if found is not backend:
+            return found
+        if newer := sys.modules.get("vllm.v1.worker.gpu.model_runner"):  # this process has it, if it uses it
+            remember_new_tables(newer.GPUModelRunner, newer.BlockTables)
+        return functools.partial(backend, options=options_of(vllm_config))
 
     with_dynaflow._dynaflow = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = with_dynaflow

@@ -71,7 +71,7 @@ def remember_builds(group_class: Any) -> None:
 
 
 def remember_tables(table_class: Any) -> None:
-    """From now on, block tables on the device know their copy on the host, and the tokens of a block."""
+    """From now on, block tables on the device know their copy on the host, its rows, and the tokens of a block."""
     get = table_class.get_device_tensor
     if getattr(get, "_dynaflow", False):
         return
@@ -79,11 +79,39 @@ def remember_tables(table_class: Any) -> None:
     def get_device_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
         table = get(self, *args, **kwargs)
         ranks = getattr(self, "dcp_world_size", 1) * getattr(self, "pcp_world_size", 1)
-        table._dynaflow_host = (self.get_numpy_array(), self.block_size * ranks)
+        table._dynaflow_host = (self.get_numpy_array(), None, self.block_size * ranks)
         return table
 
     get_device_tensor._dynaflow = True  # type: ignore[attr-defined]
     table_class.get_device_tensor = get_device_tensor
+
+
+def remember_new_tables(runner_class: Any, tables_class: Any) -> None:
+    """The same for vLLM's newer runner. It has its tables on the device alone: a copy is kept beside them."""
+    append, prepare = tables_class.append_block_ids, runner_class.prepare_attn
+    if getattr(prepare, "_dynaflow", False):
+        return
+
+    def append_block_ids(self: Any, req_index: int, new_block_ids: Any, overwrite: bool) -> None:
+        if not hasattr(self, "_dynaflow_hosts"):
+            self._dynaflow_hosts = [np.zeros(tuple(table.gpu.shape), dtype=np.int32) for table in self.block_tables]
+        for i, (host, blocks) in enumerate(zip(self._dynaflow_hosts, new_block_ids)):
+            # vLLM 0.26 counts the blocks of its kernels, of which one of the cache's may have several.
+            each = self.blocks_per_kv_block[i] if hasattr(self, "blocks_per_kv_block") else 1
+            start = 0 if overwrite else int(self.num_blocks.np[i, req_index]) // each
+            host[req_index, start : start + len(blocks)] = blocks
+        append(self, req_index, new_block_ids, overwrite)
+
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        tables, slots = prepare(self, input_batch)
+        own = self.block_tables
+        if self.pcp_manager is None and hasattr(own, "_dynaflow_hosts"):
+            for table, host, block in zip(tables, own._dynaflow_hosts, own.block_sizes):
+                table._dynaflow_host = (host, input_batch.idx_mapping_np, block * own.cp_size)
+        return tables, slots
+
+    prepare_attn._dynaflow = True  # type: ignore[attr-defined]
+    tables_class.append_block_ids, runner_class.prepare_attn = append_block_ids, prepare_attn
 
 
 def _noting(build: Any, name: str, group: Any) -> Any:
@@ -131,8 +159,8 @@ class Step:
             self.why_whole = "attention metadata of unknown origin"
             return {}
         built = {key: b for key, b in found.items() if b is not None}
-        for _, _, common, _ in built.values():
-            self.why_whole = self.why_whole or _uncuttable(common) or _entangled(common)
+        for group, _, common, _ in built.values():
+            self.why_whole = self.why_whole or _uncuttable(common) or _entangled(common, group)
         return built
 
     @property
@@ -199,25 +227,29 @@ def _uncuttable(common: Any) -> str:
     return ""
 
 
-def _entangled(common: Any) -> str:
+def _entangled(common: Any, group: Any) -> str:
     """Whether a request reads keys and values that another one writes in this very step.
 
     vLLM takes a block for cached as soon as its tokens are scheduled, so a request that comes in the same step and
     begins alike reads it. The batch as a whole writes before it reads; parts of it would not.
     """
-    fresh = common.is_prefilling is None or bool(common.is_prefilling.any())
+    fresh = common.is_prefilling is not None and bool(common.is_prefilling.any())
     if common.max_query_len == 1 and not fresh:
         return ""  # all are being answered: what they read was there before
-    lengths = common.query_start_loc_cpu.diff().numpy()
-    host, block = getattr(common.block_table_tensor, "_dynaflow_host", (None, 1))
+    if not group.get_metadata_builder(0).vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    host, rows, block = getattr(common.block_table_tensor, "_dynaflow_host", (None, None, 1))
     if host is None or common.seq_lens_cpu_upper_bound is None:
         return "block tables of unknown origin"
-    ends = common.seq_lens_cpu_upper_bound.numpy()[: len(lengths), None]
-    first = (ends - lengths[:, None]) // block
+    lengths = common.query_start_loc_cpu.diff().numpy()
+    rows = np.arange(len(lengths)) if rows is None else rows
+    lengths = lengths[: len(rows), None]
+    ends = common.seq_lens_cpu_upper_bound.numpy()[: len(rows), None]
+    first = (ends - lengths) // block
     columns = np.arange(-(-int(ends.max()) // block))
-    table = host[: len(lengths), : len(columns)]
+    table = host[rows, : len(columns)]
     written = np.zeros(int(table.max()) + 1, dtype=bool)
-    written[table[(columns >= first) & (columns * block < ends) & (lengths[:, None] > 0)]] = True
+    written[table[(columns >= first) & (columns * block < ends) & (lengths > 0)]] = True
     return "a request reads what another one writes" if written[table[columns < first]].any() else ""
 
 

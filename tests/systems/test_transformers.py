@@ -112,13 +112,13 @@ def test_tokens(name: str) -> None:
 def test_captures_are_bounded() -> None:
     """However many lengths and batches there are; and each call runs under a plan."""
     model = build()
-    sizes = [(rows, length) for length in (12, 7, 30, 3, 44, 21, 50, 60) for rows in (6, 1, 3, 11)]
+    sizes = [(rows, length) for length in (12, 7, 30, 3, 44, 60) for rows in (6, 1, 11)]
     expected = [generated(model, *size, steps=4) for size in sizes]
     hf.accelerate(model, TwoBatches(), operators="eager")
     generation = hf.compiled(model)
     for number, (size, tokens) in enumerate(zip(sizes, expected, strict=True)):
         assert torch.equal(generated(model, *size, steps=4), tokens)
-        if number == 11:
+        if number == 8:
             captured = generation.prefill.stats.graphs, generation.decode.stats.graphs
     assert (generation.prefill.stats.graphs, generation.decode.stats.graphs) == captured
     assert captured[0] <= 4 and captured[1] <= 2
@@ -167,20 +167,19 @@ def test_compiled_operators_serve_all_lengths() -> None:
 
 def test_auto() -> None:
     model = build()
-    expected = generated(model, 8, 12)
+    expected = generated(model, 8, 12, steps=8)
     hf.accelerate(model, scheduler_options={"seconds": 0.3, "most": 1}, operators="eager")
-    assert torch.equal(generated(model, 8, 12), expected)
-    assert calls(model) == (1, STEPS - 1)
+    assert torch.equal(generated(model, 8, 12, steps=8), expected)
+    assert calls(model) == (1, 7)
     with torch.no_grad():
         cache = transformers.StaticCache(config=model.config, max_cache_len=32)
         explanation = hf.compiled(model).explain(**prompts(8, 12), past_key_values=cache, use_cache=True)
     assert "sequential" in str(explanation) and "predicted" in str(explanation)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_the_cache_has_its_memory_before_the_capture(name: str) -> None:
+def test_the_cache_has_its_memory_before_the_capture() -> None:
     """Else the graph would make it and hand it out, and CUDA graphs would not know that it stays where it is."""
-    model = hf.accelerate(build(name), TwoBatches(), operators="eager")
+    model = hf.accelerate(build("deepseek_v3"), TwoBatches(), operators="eager")  # keys and values differ in size
     with torch.no_grad():
         caches = [transformers.StaticCache(config=model.config, max_cache_len=length) for length in (20, 20)]
         results = model(**prompts(4, 12), past_key_values=caches[0], use_cache=True)
@@ -194,25 +193,24 @@ def test_the_cache_has_its_memory_before_the_capture(name: str) -> None:
 
 
 class Counted(Auto):
-    """Tunes nothing, and counts how often it would have."""
-
-    count = 0
+    """Tunes nothing, and notes when it would have."""
 
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
-        self.count += 1
+        self.__dict__.setdefault("asked", []).append((ctx.facts["phase"], ctx.facts["mine"]))
         return NanoFlow()
 
 
 def test_auto_tunes_once_for_similar_sizes() -> None:
     model, tuner = build(), Counted()
-    hf.accelerate(model, tuner, operators="eager")
+    hf.accelerate(model, tuner, operators="eager", max_cache_len=64, facts={"mine": 1})
     for size in [(5, 20), (8, 32), (6, 17), (7, 31)]:
         generated(model, *size, steps=3)
-    assert tuner.count == 2, "prefill and decode"
+    assert tuner.asked == [("prefill", 1), ("decode", 1)]  # type: ignore[attr-defined]
     assert hf.compiled(model).decode.stats.sequential_runs == 0
     generated(model, 9, 31, steps=3)
     generated(model, 8, 33, steps=3)
-    assert tuner.count == 2 + 2 + 1, "the last has another prompt, but no other decoding"
+    # Another batch; and another prompt, but no other decoding.
+    assert [phase for phase, _ in tuner.asked[2:]] == ["prefill", "decode", "prefill"]  # type: ignore[attr-defined]
 
 
 def test_beams_and_embeddings() -> None:
@@ -232,17 +230,17 @@ def test_beams_and_embeddings() -> None:
 def test_release() -> None:
     model = build()
     settings, attributes = model.generation_config.to_dict(), set(vars(model))
-    expected = generated(model, 4, 9, steps=4)
+    expected = generated(model, 4, 9, steps=1)
     hf.accelerate(model, TwoBatches(), operators="eager", max_cache_len=99)
     first = hf.compiled(model)
-    generated(model, 4, 9, steps=4)
+    generated(model, 4, 9, steps=1)
     hf.accelerate(model, NanoFlow(), operators="eager")  # takes the first back
-    generated(model, 4, 9, steps=4)
+    generated(model, 4, 9, steps=1)
     assert first.prefill.stats.runs == hf.compiled(model).prefill.stats.runs == 1
     assert hf.release(model) is model
     assert "forward" not in vars(model) and model.generation_config.to_dict() == settings
     assert set(vars(model)) - attributes <= {"_previous_max_cache_length"}  # transformers' own
-    assert torch.equal(generated(model, 4, 9, steps=4), expected)
+    assert torch.equal(generated(model, 4, 9, steps=1), expected)
     assert first.prefill.stats.runs == 1
     assert hf.release(model) is model  # once more does no harm
     with pytest.raises(df.DynaFlowError, match="not accelerated"):

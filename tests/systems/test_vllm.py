@@ -33,7 +33,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
 from dynaflow.integrations import vllm as integration  # noqa: E402
-from dynaflow.integrations.vllm_batches import PARTS, Step, cut  # noqa: E402
+from dynaflow.integrations.vllm_batches import PARTS, Step, cut, remember_new_tables  # noqa: E402
 
 Results = dict[str, Any]
 
@@ -122,7 +122,8 @@ def test_the_workloads_are_what_they_are_meant_to_be(stock: Results, scheduled: 
     assert len(served["queue"]["answers"]) == 24
     assert len(served["arrivals"]["answers"]) == 8  # of 12: the others were aborted
     assert max(answer["cached"] for answer in served["prefix"]["answers"].values()) == 2 * vllm_model.BLOCK
-    assert sum(answer["cached"] > 0 for answer in served["twins"]["answers"].values()) == 6
+    twins = served["twins"]["answers"]
+    assert twins["reader"]["cached"] == 384 and [twins[f"pair{i}.1"]["cached"] for i in range(6)] == [64] * 6
     assert not stock["served"]["queue"]["steps"], "nothing was set, and yet it ran under a schedule"
     queue = scheduled["schedulers"]["sequential"]["served"]["queue"]["steps"]
     assert max(sum(step["requests"]) for step in queue) == vllm_model.STEP, "no prompt had to wait for the next step"
@@ -160,7 +161,7 @@ def test_a_plan_serves_all_batches_of_about_the_same_size(scheduled: Results, pa
     kinds = {(phase(step), min(len(step["requests"]), PARTS), sum(step["requests"]).bit_length()) for step in steps}
     wholes = any(step["why_whole"] for step in steps_of(found))
     assert found["stats"]["plans"] <= len(kinds) + wholes
-    assert len(shapes) > 1.5 * len(kinds), "too few different batches to tell"
+    assert len(shapes) > 1.2 * len(kinds), "too few different batches to tell"
 
 
 def test_a_long_prompt_is_parted(scheduled: Results) -> None:
@@ -200,7 +201,7 @@ def test_soak(stock: Results, stock_file: Path, model: str) -> None:
     assert not found["wrong"]
     assert found["answered"] > 50
     assert found["parts"] == [1, 2, 3]
-    assert found["plans"] < found["shapes"]
+    assert found["plans"] < found["shapes"] / 2
 
 
 # What is refused, and what is left alone
@@ -412,6 +413,9 @@ def test_padding_belongs_to_the_last_part() -> None:
 class Builder:
     """Stands in for vLLM's: keeps what it was asked for."""
 
+    def __init__(self, caching: bool) -> None:
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caching))
+
     def build(self, common_prefix_len: int, common: Any) -> Any:
         return SimpleNamespace(common=common, by=self)
 
@@ -422,13 +426,13 @@ class Context:
     slot_mapping: Any
 
 
-def step_of(common: Any, blocks: dict[int, list[int]] | None = None) -> Step:
+def step_of(common: Any, blocks: dict[int, list[int]] | None = None, caching: bool = True) -> Step:
     """A step of vLLM's with these metadata; requests have the blocks given, by number, or some of their own."""
     host = common.block_table_tensor.numpy().copy()
     for row, own in (blocks or {}).items():
         host[row, : len(own)] = own
-    common.block_table_tensor._dynaflow_host = (host, BLOCK)
-    builders = [Builder() for _ in range(1 + PARTS)]
+    common.block_table_tensor._dynaflow_host = (host, None, BLOCK)
+    builders = [Builder(caching) for _ in range(1 + PARTS)]
     group = SimpleNamespace(get_metadata_builder=lambda i: builders[i])
     made = SimpleNamespace(_dynaflow_built=(group, "build", common, {}))
     rows = common.num_actual_tokens
@@ -488,14 +492,48 @@ def test_causal_by_request_keeps_the_batch_whole() -> None:
     assert "causal" in step_of(dataclasses.replace(metadata(BATCH), causal=torch.ones(5))).why_whole
 
 
-@pytest.mark.parametrize(
-    ("blocks", "whole"),
-    [
-        ({2: [100, 101], 0: [100]}, False),  # 2 reads block 100, and 0 writes it
-        ({2: [100, 101], 0: [101]}, True),
-    ],
-)
-def test_a_request_may_not_read_what_another_writes(blocks: dict[int, list[int]], whole: bool) -> None:
-    """Request 2 has read 17 tokens: block 0 of its own is full, and it writes to block 1."""
-    step = step_of(metadata(BATCH), blocks)
-    assert bool(step.why_whole) is not whole
+@pytest.mark.parametrize(("written", "entangled"), [(100, True), (101, False), (102, False)])
+def test_a_request_may_not_read_what_another_writes(written: int, entangled: bool) -> None:
+    """Request 2 has 17 tokens: its block 100 is full, and it writes to 101. Request 0 writes to its first."""
+    blocks = {2: [100, 101], 0: [written]}
+    assert bool(step_of(metadata(BATCH), blocks).why_whole) is entangled
+    assert not step_of(metadata(BATCH), blocks, caching=False).why_whole
+
+
+def test_a_step_of_answers_has_read_all_before() -> None:
+    batch = [Asked(17, 1, 1), Asked(15, 1, 2)]
+    common, shared = metadata(batch), {0: [100, 101], 1: [100]}
+    assert step_of(common, shared).why_whole  # one of them is new: is_prefilling
+    assert not step_of(dataclasses.replace(common, is_prefilling=torch.zeros(2, dtype=torch.bool)), shared).why_whole
+
+
+def test_the_newer_runners_tables_are_copied() -> None:
+    class Tables:
+        """As vLLM has them: rows by request, in blocks of the kernels."""
+
+        def __init__(self) -> None:
+            self.block_tables = [SimpleNamespace(gpu=torch.zeros(4, 8))]
+            self.num_blocks = SimpleNamespace(np=np.zeros((1, 4), dtype=np.int32))
+            self.blocks_per_kv_block, self.block_sizes, self.cp_size = [2], [BLOCK], 1
+
+        def append_block_ids(self, req_index: int, new_block_ids: Any, overwrite: bool) -> None:
+            start = 0 if overwrite else self.num_blocks.np[0, req_index]
+            self.num_blocks.np[0, req_index] = start + 2 * len(new_block_ids[0])
+
+    class Runner:
+        def __init__(self) -> None:
+            self.block_tables, self.pcp_manager = Tables(), None
+
+        def prepare_attn(self, input_batch: Any) -> Any:
+            return (torch.zeros(2, 8),), None
+
+    remember_new_tables(Runner, Tables)
+    remember_new_tables(Runner, Tables)  # vLLM may call plugins twice
+    runner = Runner()
+    runner.block_tables.append_block_ids(3, ([7, 8],), True)
+    runner.block_tables.append_block_ids(1, ([5],), True)
+    runner.block_tables.append_block_ids(3, ([9],), False)
+    (table,), _ = runner.prepare_attn(SimpleNamespace(idx_mapping_np=np.array([3, 1])))
+    host, rows, block = table._dynaflow_host
+    assert host[rows][:, :3].tolist() == [[7, 8, 9], [5, 0, 0]]
+    assert block == BLOCK

@@ -82,14 +82,24 @@ def prefix() -> list[Request]:
 
 
 def twins() -> list[Request]:
-    """Equal prompts that come at once, when others have left places: one reads what the other writes in that step."""
-    others = [Request(name=f"t{i}", prompt=tokens(5, 250 + i), answer=3 + 2 * i) for i in range(8)]
+    """Equal prompts of one step: with prefix caching, one reads what the other writes in that step.
+
+    The second of the first pair comes when the first one's long prompt is half read, and gets the place before it that
+    another request has left. So a part that has the reader runs before the one that has the writer.
+    """
+    prompt = tokens(400, 250)
+    places = [
+        Request(name="t0", prompt=tokens(5, 251), answer=3),
+        Request(name="t1", prompt=tokens(5, 252), answer=20),
+        Request(name="writer", prompt=prompt, answer=8, arrives=2),
+        Request(name="reader", prompt=prompt, answer=8, arrives=3),
+    ]
     pairs = [
-        Request(name=f"t{8 + 2 * i + j}", prompt=tokens(75, 260 + i), answer=8, arrives=1 + 2 * i)
+        Request(name=f"pair{i}.{j}", prompt=tokens(75, 260 + i), answer=8, arrives=20 + 2 * i)
         for i in range(6)
         for j in range(2)
     ]
-    return [*others, *pairs]
+    return [*places, *pairs]
 
 
 def pool() -> list[Request]:
