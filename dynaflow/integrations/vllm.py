@@ -144,8 +144,7 @@ def _facts() -> Mapping[str, Any]:
     step = Step.now
     if step is None or step.why_whole:
         return {"whole": True}
-    phase = "decode" if max(step.requests) == 1 else "mixed" if min(step.requests) == 1 else "prefill"
-    return {"whole": False, "num_tokens": step.requests, "phase": phase}
+    return {"whole": False, "num_tokens": step.requests, "phase": step.phase}
 
 
 class InVllm(OpSchedulerBase):
@@ -180,6 +179,7 @@ class ChoosingInVllm(InVllm):
             return InVllm(Sequential())
         if isinstance(scheduler, Auto):
             scheduler = copy.copy(scheduler)
+            scheduler.when = "first call"  # in the background it would run on the caches of a later step
             among = map(named, scheduler.among) if scheduler.among else candidates(ctx)
             scheduler.among = [(name, InVllm(other)) for name, other in among]
         chosen = scheduler.choose(ctx)

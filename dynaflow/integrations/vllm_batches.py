@@ -138,6 +138,8 @@ class Step:
         """Why this batch can't be cut, if it can't."""
         self.requests: list[int] = []
         """The number of tokens of each, or of each piece of a long one; the last has the padding, too."""
+        self.phase = ""
+        """"prefill", "decode" or "mixed", if it can be cut."""
         self.parts: dict[tuple[int, int], Any] = {}
         """By first and last token: the forward contexts of the parts that were asked for."""
         self._lock = threading.RLock()
@@ -145,7 +147,9 @@ class Step:
         if not self.why_whole:
             starts = self._common.query_start_loc_cpu.tolist()
             longest = PIECE if all(_can_part(common) for _, _, common, _ in self._built.values()) else rows
-            self.requests = [n for a, b in itertools.pairwise(starts) for n in _pieces(b - a, longest)]
+            lengths = [b - a for a, b in itertools.pairwise(starts) if b > a]  # without requests that are padding, too
+            self.phase = "decode" if max(lengths) == 1 else "mixed" if min(lengths) == 1 else "prefill"
+            self.requests = [n for length in lengths for n in _pieces(length, longest)]
             self.requests[-1] += rows - starts[-1]
 
     def _find_built(self) -> dict[int, _Built]:
@@ -217,7 +221,9 @@ def _can_part(common: Any) -> bool:
 
 
 def _uncuttable(common: Any) -> str:
-    """Which field of the common metadata nobody here knows how to cut."""
+    """Which field of the common metadata nobody here knows how to cut; or that there is nothing to cut."""
+    if not common.query_start_loc_cpu[-1]:
+        return "there is no token but padding"
     known = (*_STARTS, *_BY_TOKEN, *_KEPT, *_SET, *_LENGTHS, *_COMPUTED, *_UNPARTED, *_BY_REQUEST)
     for field in dataclasses.fields(common):
         value = getattr(common, field.name)

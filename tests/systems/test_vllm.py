@@ -197,7 +197,7 @@ def test_the_engine_in_a_process_of_its_own(stock: Results, model: str) -> None:
 def test_soak(stock: Results, stock_file: Path, model: str) -> None:
     result = Path(model).parent / "soak.json"
     arguments = ["--seconds", "20", "--model", model, "--stock", str(stock_file), "--result", str(result)]
-    found = run("tests.systems.vllm_soak", *arguments, "--growth", "200", result=result)
+    found = run("tests.systems.vllm_soak", *arguments, result=result)
     assert not found["wrong"]
     assert found["answered"] > 50
     assert found["parts"] == [1, 2, 3]
@@ -437,6 +437,17 @@ def step_of(common: Any, blocks: dict[int, list[int]] | None = None, caching: bo
     made = SimpleNamespace(_dynaflow_built=(group, "build", common, {}))
     rows = common.num_actual_tokens
     return Step(Context({"layer": made}, {"layer": torch.arange(rows)}), rows)
+
+
+def test_padding_is_no_request_of_its_own() -> None:
+    decoding = [Asked(5, 1, 1), Asked(40, 1, 2), Asked(17, 1, 3)]
+    step = step_of(metadata(decoding, padding=3))
+    assert step.requests == [1, 1, 4] and step.phase == "decode"
+    with step.entered(2, 6):
+        (made,) = [context.attn_metadata["layer"].common for context in step.parts.values()]
+    assert_equal(made, metadata(decoding[2:], padding=3))
+    assert step_of(metadata(BATCH)).phase == "mixed" and step_of(metadata(BATCH[:1])).phase == "prefill"
+    assert "padding" in step_of(metadata([], padding=2)).why_whole
 
 
 def test_a_step_hands_out_contexts_of_its_parts() -> None:

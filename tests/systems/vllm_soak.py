@@ -16,15 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.systems import vllm_model
 from tests.systems.vllm_run import Request, pool, sampling
 
 MARGIN = 1e-3
 """Prompts whose answer hangs on less than this, in logprobs, may be answered otherwise by right."""
 GROWTH = 24.0
-"""MiB that a process may gain from the second quarter of the time to the last; in its first minute it gains more, since
-vLLM's kernels keep something for every size of batch that they see.
-"""
+"""MiB that a process may gain from the second quarter of the time to the last: for the plans of rare batches."""
 _WAITING = 20
 """Requests under way, at most: more than run at a time."""
 
@@ -96,6 +96,18 @@ def resident() -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
+def warm(llm: Any) -> None:
+    """Has vLLM's matrix products see all numbers of rows: for each they keep something, which looks like a leak."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    linear = [m for m in model.modules() if isinstance(m, LinearBase)]
+    with torch.inference_mode():
+        for rows in range(1, vllm_model.STEP + 1):
+            for module in linear:
+                module(torch.zeros(rows, module.input_size))
+
+
 def stock_answers(folder: str) -> dict[str, Any]:
     """From a process of their own."""
     with tempfile.TemporaryDirectory() as place:
@@ -133,7 +145,9 @@ def soak(folder: str, stock: dict[str, Any], setting: dict[str, Any], given: arg
 
     # So few blocks that requests drive each other out, and that all of them are soon in memory.
     settings = vllm_model.settings(folder, num_gpu_blocks_override=56, additional_config={"dynaflow": setting})
-    run = Soak(LLM(**settings), stock, given.seed)
+    llm = LLM(**settings)
+    warm(llm)
+    run = Soak(llm, stock, given.seed)
     run.run(given.seconds)
     (forward,) = forwards()
     return {

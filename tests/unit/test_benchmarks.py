@@ -34,7 +34,7 @@ def test_the_fast_suite_runs(tmp_path: Path) -> None:
         for row in made.rows:
             assert row["situation"] == "decode8, tiny" and row["limit"] != ""
             assert "value" in row or "CUDA" in row["skipped"]
-    assert {"fast", "core", "strategies"} == {suite for b in ALL for suite in b.suites}
+    assert {"fast", "core", "strategies", "systems"} == {suite for b in ALL for suite in b.suites}
 
 
 def test_the_strategies_suite_runs(tmp_path: Path) -> None:
