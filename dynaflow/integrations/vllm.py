@@ -34,7 +34,7 @@ from dynaflow.strategies.auto import Auto
 from dynaflow.tune.candidates import candidates
 
 VERSIONS = ("0.26", "0.32")
-"""Seen to work, on CUDA and on CPU."""
+"""The first is for CUDA, and was read but not yet run; the second was seen to work, on CPU."""
 SETTING = "dynaflow"
 """In vLLM's additional_config."""
 BACKEND = f"{__name__}.backend"
@@ -67,7 +67,7 @@ def plugin() -> None:
     with_dynaflow._dynaflow = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = with_dynaflow
     CompilationConfig.init_backend = with_options
-    remember_builds(AttentionGroup)
+    remember_builds(AttentionGroup, lambda config: options_of(config) is not None)
     remember_tables(BlockTable)
 
 

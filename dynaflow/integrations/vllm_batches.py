@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -52,15 +52,19 @@ _Built = tuple[Any, str, Any, dict[str, Any]]
 """The group of layers whose builder made some metadata, how, from which common metadata, and with what else."""
 
 
-def remember_builds(group_class: Any) -> None:
-    """From now on, groups of attention layers have builders for micro-batches, and metadata know what made them."""
+def remember_builds(group_class: Any, wanted: Callable[[Any], bool]) -> None:
+    """From now on, where a configuration wants us, groups of attention layers have builders for micro-batches, and
+    metadata know what made them."""
     create = group_class.create_metadata_builders
     if getattr(create, "_dynaflow", False):
         return
 
-    def create_metadata_builders(self: Any, *args: Any, **kwargs: Any) -> None:
+    def create_metadata_builders(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if not wanted(vllm_config):
+            create(self, vllm_config, *args, **kwargs)
+            return
         kwargs["num_metadata_builders"] = max(1 + PARTS, kwargs.get("num_metadata_builders", 1))
-        create(self, *args, **kwargs)
+        create(self, vllm_config, *args, **kwargs)
         first = self.metadata_builders[0]
         for name in ("build", "build_for_cudagraph_capture"):
             if hasattr(first, name):

@@ -33,7 +33,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
 from dynaflow.integrations import vllm as integration  # noqa: E402
-from dynaflow.integrations.vllm_batches import PARTS, Step, cut, remember_new_tables  # noqa: E402
+from dynaflow.integrations.vllm_batches import PARTS, Step, cut, remember_builds, remember_new_tables  # noqa: E402
 
 Results = dict[str, Any]
 
@@ -225,6 +225,20 @@ def test_without_the_setting_vllm_is_untouched(model: str, monkeypatch: pytest.M
     )
     assert without.stdout.partition("FOUND ")[2].strip() == str(configured(model).compilation_config)
     assert integration.BACKEND not in without.stdout
+
+
+def test_builders_of_micro_batches_are_made_only_where_we_are_wanted() -> None:
+    class Group:
+        def create_metadata_builders(self, vllm_config: str, device: str, num_metadata_builders: int = 1) -> None:
+            self.metadata_builders = [SimpleNamespace(build=print) for _ in range(num_metadata_builders)]
+
+    remember_builds(Group, lambda config: config == "ours")
+    group: Any = Group()
+    group.create_metadata_builders("theirs", "cpu")
+    assert [b.build for b in group.metadata_builders] == [print]
+    group.create_metadata_builders("ours", "cpu")
+    assert len(group.metadata_builders) == 1 + PARTS
+    assert group.metadata_builders[0].build is not print and group.metadata_builders[1].build is print
 
 
 def test_with_the_setting_vllm_hands_us_its_graph(model: str, caplog: pytest.LogCaptureFixture) -> None:
