@@ -48,6 +48,11 @@ def overload_of(node: fx.Node) -> Any:
     return getattr(node.target, name or "default")
 
 
+def packet_of(target: Any) -> Any:
+    """The operator that a call's target is an overload of; anything else as it is."""
+    return target.overloadpacket if isinstance(target, OpOverload) else target
+
+
 def restart_capture() -> BaseException:
     """To be raised by a backend: Dynamo traces the frame again, e.g. after more dims were marked dynamic."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis

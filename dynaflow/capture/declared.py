@@ -29,8 +29,7 @@ def by_rows(*operators: Any, follows: Sequence[str] = ()) -> None:
         if isinstance(operator, str):
             _globs[operator] = frozenset(follows)
         elif isinstance(operator, (_torch.OpOverload, _torch.OpOverloadPacket)):
-            packet = operator.overloadpacket if isinstance(operator, _torch.OpOverload) else operator
-            _globs[packet._qualified_op_name] = frozenset(follows)
+            _globs[_torch.packet_of(operator)._qualified_op_name] = frozenset(follows)
         else:
             raise PartitionError(
                 f"by_rows: {operator!r} is no operator",
@@ -45,7 +44,7 @@ def is_by_rows(func: _torch.OpOverload) -> bool:
 
 def followed(node: fx.Node) -> list[fx.Node]:
     """The arguments of a call that must be complete for earlier rows, too."""
-    packet = node.target.overloadpacket if isinstance(node.target, _torch.OpOverload) else node.target
+    packet = _torch.packet_of(node.target)
     if not isinstance(packet, _torch.OpOverloadPacket):
         return []
     found = (args for glob, args in _globs.items() if fnmatchcase(packet._qualified_op_name, glob))

@@ -22,6 +22,7 @@ from torch import fx
 
 from dynaflow import _torch, api
 from dynaflow.capture.declared import by_rows
+from dynaflow.capture.graph import copied
 from dynaflow.engine import Engine
 from dynaflow.integrations.vllm_batches import PARTS, Step, remember_builds, remember_new_tables, remember_tables
 from dynaflow.options import check_options, defaults, scheduler_of
@@ -126,17 +127,10 @@ def backend(
     given: dict[str, Any] = {"operators": "eager", **(options or {})}
     scheduler = scheduler_of(given.pop("scheduler", None), given.pop("scheduler_options", None))
     engine = api._engine(None, {**given, "scheduler": in_vllm(scheduler), "facts": _facts})
-    gm, inputs = _copy(gm), list(example_inputs)
+    gm, inputs = copied(gm), list(example_inputs)  # Dynamo still looks at the graph that it handed out
     count = _add_rows(gm, inputs)
     run = engine.backend(gm, inputs)
     return run if count is None else Forward(run, count, engine)
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """Dynamo still looks at the graph that it handed out."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
 
 
 def _facts() -> Mapping[str, Any]:
@@ -249,18 +243,14 @@ def _add_rows(gm: fx.GraphModule, inputs: list[Any]) -> Callable[[tuple[Any, ...
     )
     inputs.append(rows.meta["example_value"])
     for node in asking:
-        node.target = _twin(_packet(node.target))
+        node.target = _twin(_torch.packet_of(node.target))
         node.args = (rows, *node.args)
     gm.recompile()
     return lambda args: args[source].shape[0]
 
 
-def _packet(target: Any) -> Any:
-    return target.overloadpacket if isinstance(target, _torch.OpOverload) else target
-
-
 def _asks_context(target: Any) -> bool:
-    packet = _packet(target)
+    packet = _torch.packet_of(target)
     if not isinstance(packet, _torch.OpOverloadPacket) or not packet._qualified_op_name.startswith("vllm::"):
         return False
     return any(argument.name == "layer_name" for argument in packet.default._schema.arguments)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.graph import Shape, Thing
+from dynaflow.capture.graph import Shape, Thing, copied
 from dynaflow.capture.probe import concrete
 
 Mode = Literal["inductor", "eager"]
@@ -181,19 +181,13 @@ def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]
 
 
 def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols) -> Callable[..., Any]:
-    return _torch.compile_operator(_copy(source.module), inputs, world, still=source.still, direct=source.tensors)
+    module = copied(source.module)  # the compiler may change the graph that it is given
+    return _torch.compile_operator(module, inputs, world, still=source.still, direct=source.tensors)
 
 
 def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:
     fake = torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
     return fake.requires_grad_() if shape.requires_grad else fake
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """The compiler may change the graph that it is given."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
 
 
 def _key(source: Source) -> Any:

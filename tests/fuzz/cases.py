@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
 
 import dynaflow as df
+from dynaflow.capture.graph import copied
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.rules import target_names
 from dynaflow.engine import Engine
@@ -113,17 +113,11 @@ def draw_case(dice: Dice) -> Case:
     engine.lowerer.chains = dice.one_in(2)
     batch, seed = 2 + dice.below(7), dice.below(100)
     with torch.no_grad():  # as it will be called
-        runner = engine.backend(_copy(graph.gm), list(graph.args(batch, seed)))
+        # A backend may change the graph that it is given; eager runs it as it was drawn.
+        runner = engine.backend(copied(graph.gm), list(graph.args(batch, seed)))
     if hasattr(runner, "error"):
         raise runner.error
     return Case(graph=graph, scheduler=scheduler, engine=engine, batch=batch, seed=seed, runner=runner)
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A backend may change the graph that it is given; eager runs it as it was drawn."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
 
 
 def _sleeper(seed: int) -> Any:
