@@ -1,7 +1,8 @@
 """The simulator against published speed-ups, each on the hardware that it was published for. Needs no GPU.
 
 The settings are ours: the publications measure serving systems under load, with batches that mix phases; here one batch
-of one kind is simulated. So this shows whether the model of the device is in the right range, not a reproduction.
+of one kind is simulated. So this shows whether the model of the device is in the right range, not a reproduction. More
+than 2x, as published for a slow link, can't come from two micro-batches that overlap: the sum over the larger is 2 at most.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LAYERS = 6
 class Published:
     what: str
     speed_up: float
+    least: float | None = None
+    """Where it was published as a range: from here up to `speed_up`. The nearest figure in it counts."""
     model: str
     device: str
     strategy: str
@@ -50,7 +53,7 @@ FIGURES = (
               strategy="nanoflow", batch=8, prompt=1024),
     Published(what="NanoFlow in vLLM, up to", speed_up=1.29, model="llama-3-70b", device="b200", tp=8,
               strategy="comm_overlap", batch=8, prompt=1024),
-    Published(what="a naive split on light load, 0.35 to 0.56", speed_up=0.45, model="llama-3-70b", device="b200", tp=8,
+    Published(what="a naive split on light load, 0.35 to", least=0.35, speed_up=0.56, model="llama-3-70b", device="b200", tp=8,
               strategy="nanoflow", batch=16),
     Published(what="TokenWeave in vLLM", speed_up=1.21, model="llama-3-8b", device="h100", tp=4,
               strategy="token_weave", batch=8, prompt=1024),
@@ -86,7 +89,7 @@ def _simulated(figure: Published) -> Figure:
     after = simulate(plan, graph, costs, device, cudagraph=True)
     found = before.seconds / after.seconds
     return Figure(
-        value=found / figure.speed_up,
+        value=found / min(max(found, figure.least or figure.speed_up), figure.speed_up),
         details={"simulated": found, "sequence_ms": before.seconds * 1e3, "strategy_ms": after.seconds * 1e3,
                  "limited_by": after.limit, "layers": LAYERS},
     )  # fmt: skip

@@ -37,7 +37,7 @@ class Searched(df.OpSchedulerBase):
                 seconds=ctx.cost(item),
                 lane=next(iter(item.tags & {"memory", "network"}), "compute"),
                 after=tuple(sorted({place[a, m] for a in item.op.after for m in item.micro_batches})),
-                uses={name: share for name, share in ctx.uses(item).items() if name != "sms"},
+                uses={name: share for name, share in ctx.uses(item).items() if name not in ("power", "sms")},
             )
             for item in items
         ]

@@ -23,9 +23,9 @@ from dynaflow.tune.device import Device
 __all__ = ["RESOURCES", "Costs", "Phase", "Profile", "operator_key"]
 
 RESOURCES = ("compute", "memory", "to_host", "from_host", "link", "power", "sms")
-"""What tasks share. The last is a lane's own where the SMs are divided among lanes."""
+"""What tasks share: power over a whole run, the others at each moment. The SMs may be divided among lanes."""
 
-SMS = RESOURCES.index("sms")
+POWER, SMS = RESOURCES.index("power"), RESOURCES.index("sms")
 _BY_WORK = frozenset({"compute", "memory", "power", "sms"})
 """What is used by the amount of work, however long that takes; the SMs if nothing better is known."""
 
@@ -56,7 +56,9 @@ class Phase:
     """Of the seconds, those in which kernels start and end, and use nothing."""
 
     def stretched(self, scale: float) -> Phase:
-        """The same work in another time."""
+        """The same work in another time; in none, what was too short to be measured."""
+        if not scale:
+            return Phase(0.0, (0.0,) * len(self.uses))
         seconds, idle = self.seconds * scale, self.idle * min(1.0, scale)
         uses = [min(1.0, u / scale) if RESOURCES[r] in _BY_WORK else u for r, u in enumerate(self.uses)]
         if self.filled:

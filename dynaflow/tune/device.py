@@ -70,9 +70,12 @@ class Device:
     """(share of the SMs, speed that is left) of kernels bound by memory, which saturates early."""
     matmul_share: float = 0.75
     """A product on a part of the SMs loses more than the part: its tiling is made for all of them. What is left."""
-    memory_power: float = 0.95
-    """What a loop at full bandwidth draws of the power that a product at full speed draws. The card allows the sum of
-    both no more than one product: so two kernels that use different units gain little from running side by side."""
+    memory_power: float = 0.88
+    """What a loop at full bandwidth draws of the power that a product at full speed draws."""
+    sustained: float = 1.0
+    """How much of that power the card allows for long. It is the mean over milliseconds that counts: a product that
+    makes pauses runs at full speed, one that makes none does not; and two kernels that use different units gain little
+    from running side by side."""
     crowding: float = 2.0
     """How much more than the SMs that a collective holds a product beside it loses: 116 of the H200's 132 SMs leave
     0.66 of a product's speed, three times as much as they are fewer; libraries that give way lose less."""
@@ -148,8 +151,8 @@ H100 = Device(
 )
 
 # NVIDIA H200 SXM datasheet: the H100's chip; 4.8 TB/s; 141 GB; the same links. Measured: products 790 TFLOP/s alone
-# and 730-770 in a model, loops 4.2-4.4 TB/s, PCIe 54-55 GB/s each way.
-H200 = replace(H100, name="h200", peak_bandwidth=4.8 * TERA, memory=141 * GIGA, matmul=0.75)
+# and 730-770 in a model, but 650 where nothing else gives it a rest; loops 4.2-4.4 TB/s, PCIe 54-55 GB/s each way.
+H200 = replace(H100, name="h200", peak_bandwidth=4.8 * TERA, memory=141 * GIGA, matmul=0.75, sustained=0.87)
 
 # NVIDIA DGX B200 datasheet, by GPU: 4.5 PFLOP/s bf16 and 9 fp8 with sparsity, so 2.25 and 4.5 dense; 8 TB/s (64 in
 # all); 180 GB (1440 in all); NVLink 1.8 TB/s in both directions (14.4 in all); PCIe Gen5. 148 SMs.

@@ -2,7 +2,8 @@
 
 The host issues tasks in the plan's order. Each lane runs its own one after the other; a task starts when it was
 issued, its lane is free and the tasks that it waits for have ended. Tasks that run at the same time share what the
-device has (`contention.py`).
+device has (`contention.py`). Power is not shared at each moment but over the whole run: a run that draws more than the
+card allows takes longer as a whole.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dynaflow.capture.ops import OpGraph
 from dynaflow.errors import PlanError
 from dynaflow.schedule.plan import Item, Plan, Task
 from dynaflow.tune.contention import Needs, share
-from dynaflow.tune.cost import RESOURCES, SMS, Costs, Phase
+from dynaflow.tune.cost import POWER, RESOURCES, SMS, Costs, Phase, Uses
 from dynaflow.tune.device import Device
 from dynaflow.tune.simulation import Load, Simulation, TaskSpan
 
@@ -37,6 +38,10 @@ class _Job:
     issued_all: float = 0.0
     start: float = math.inf
     end: float = math.inf
+
+
+_Use = tuple[float, float, dict[int, float]]
+"""From, to, and what was in use, by the numbers of `_needs`."""
 
 
 class _Part(NamedTuple):
@@ -69,7 +74,7 @@ def simulate(plan: Plan, graph: OpGraph, costs: Costs, device: Device, *, cudagr
     lanes = {lane.name: _Lane(part=parts[lane.name], priority=lane.priority) for lane in plan.lanes}
     for job in jobs:
         lanes.setdefault(job.lane, _Lane(part=_Part(0, 1.0), priority=0)).jobs.append(job)
-    loads = _run(list(lanes.values()), jobs, device)
+    loads = _slowed(_run(list(lanes.values()), jobs, device), jobs, device)
     spans = tuple(TaskSpan(j.index, j.name, j.lane, j.start, j.end) for j in jobs)
     seconds = max([host, *(s.end for s in spans)])
     sizes = {part.number: round((sms[name] or device.sms) / part.share) for name, part in parts.items()}
@@ -158,10 +163,10 @@ def _issue(plan: Plan, graph: OpGraph, costs: Costs, jobs: list[_Job], device: D
 # The run
 
 
-def _run(lanes: list[_Lane], jobs: list[_Job], device: Device) -> list[tuple[float, float, dict[int, float]]]:
-    """Sets the start and end of each job. Returns (from, to, what was in use), by the numbers of `_needs`."""
+def _run(lanes: list[_Lane], jobs: list[_Job], device: Device) -> list[_Use]:
+    """Sets the start and end of each job."""
     now = 0.0
-    loads: list[tuple[float, float, dict[int, float]]] = []
+    loads: list[_Use] = []
     known: dict[tuple[tuple[int, int], ...], tuple[list[float], dict[int, float]]] = {}
     while True:
         wake = _start(lanes, jobs, now, device.wait)
@@ -173,7 +178,9 @@ def _run(lanes: list[_Lane], jobs: list[_Job], device: Device) -> list[tuple[flo
             continue
         key = tuple([(id(lane), id(lane.jobs[lane.at].phases[lane.phase])) for lane in running])
         if key not in known:
-            known[key] = share([_needs(lane) for lane in running], [lane.priority for lane in running])
+            rates, used = share([_needs(lane) for lane in running], [lane.priority for lane in running])
+            drawn = math.fsum(rate * _uses(lane)[POWER] for rate, lane in zip(rates, running, strict=True))
+            known[key] = rates, {**used, POWER: drawn / device.sustained}
         rates, used = known[key]
         step = min([wake - now, *(lane.left / rate for lane, rate in zip(running, rates, strict=True) if rate)])
         loads.append((now, now + step, used))
@@ -230,16 +237,39 @@ def _advance(lane: _Lane, now: float) -> None:
         lane.running = False
 
 
+def _slowed(loads: list[_Use], jobs: list[_Job], device: Device) -> list[_Use]:
+    """The run stretched until it draws no more power than the card allows."""
+    drawn = math.fsum((end - start) * used[POWER] for start, end, used in loads)
+    first, last = (loads[0][0], loads[-1][1]) if loads else (0.0, 0.0)
+    if drawn <= last - first:
+        return loads
+    scale = drawn / (last - first)
+
+    def later(moment: float) -> float:
+        return first + (moment - first) * scale
+
+    for job in jobs:
+        job.start, job.end = later(job.start), later(job.end)
+    return [
+        (later(start), later(end), {r: u / scale if r < SMS else u for r, u in used.items()})
+        for start, end, used in loads
+    ]
+
+
+def _uses(lane: _Lane) -> Uses:
+    return lane.jobs[lane.at].phases[lane.phase].uses
+
+
 def _needs(lane: _Lane) -> Needs:
     """What the lane's current phase uses; a part of the SMs is numbered after all resources."""
-    uses = lane.jobs[lane.at].phases[lane.phase].uses
-    found = {r: u for r, u in enumerate(uses) if u > 0 and r != SMS}
+    uses = _uses(lane)
+    found = {r: u for r, u in enumerate(uses) if u > 0 and r not in (POWER, SMS)}
     if uses[SMS] > 0:
         found[len(RESOURCES) + lane.part.number] = uses[SMS] * lane.part.share
     return found
 
 
-def _weighted(loads: list[tuple[float, float, dict[int, float]]], sizes: dict[int, int], sms: int) -> tuple[Load, ...]:
+def _weighted(loads: list[_Use], sizes: dict[int, int], sms: int) -> tuple[Load, ...]:
     """Parts of the SMs put together, by their size."""
     found = []
     for start, end, used in loads:

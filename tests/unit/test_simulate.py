@@ -258,16 +258,19 @@ def test_every_timeline_is_possible(made: tuple[Plan, dict[str, list[Phase]]], c
         assert span.start >= max([last.get(task.lane, 0.0), *(found.spans[a].end for a in task.after)]) - 1e-9
         last[task.lane] = span.end
     for load in found.loads:
-        assert all(use <= 1 + 1e-6 for use in load.uses.values()), "there is no more than all of a resource"
+        most = max((use for name, use in load.uses.items() if name != "power"), default=0)
+        assert most <= 1 + 1e-6, "there is no more than all of a resource"
     for r, name in enumerate(RESOURCES[:-1]):
         needed = sum(p.seconds * p.uses[r] for t in plan.tasks for p in phases[t.items[0].op])
+        needed /= device.sustained if name == "power" else 1
         assert found.busy[name] * found.seconds == pytest.approx(needed, abs=1e-8), "what is used is what was needed"
         assert found.seconds >= needed - 1e-9
     for part in set(pool.values()):
         mine = [t for t in plan.tasks if pool[t.lane] == part]
         assert found.seconds >= sum(p.seconds * p.uses[-1] for t in mine for p in phases[t.items[0].op]) - 1e-9
     assert found.seconds >= _longest(plan, alone) - 1e-9, "nor than the longest chain"
-    assert found.seconds <= sum(alone) + (2 * len(alone) + 2) * 1e-5, "and something is always under way"
+    under_way = max(1, 1 / device.sustained) * sum(alone) + (2 * len(alone) + 2) * 2e-5
+    assert found.seconds <= under_way, "and something is always under way"
     again = run(plan, phases, device, cudagraph=cudagraph)
     assert again.spans == found.spans and again.loads == found.loads
 
@@ -356,9 +359,24 @@ def test_two_kernels_on_their_own_sms_still_share_the_power() -> None:
     attention = [phase(1.05 / 0.89, memory=0.89, power=0.89 * H200.memory_power, sms=1)]
     product = [phase(1 / 0.53, compute=0.53, power=0.53, sms=1)]
     lanes = (Lane(name="a", sms=64), Lane(name="b", sms=68))
-    found = run(plan_of(("attention", "a", ()), ("product", "b", ()), lanes=lanes),
-                {"attention": attention, "product": product})  # fmt: skip
-    assert 0.97 < 2.05 / found.seconds < 1.07
+    phases = {"attention": attention, "product": product}
+    found = run(plan_of(("attention", "a", ()), ("product", "b", ()), lanes=lanes), phases)
+    in_turn = run(
+        plan_of(("attention", "a", ()), ("product", "a", ())),
+        {"attention": [phase(1.05, memory=1, power=H200.memory_power, sms=1)],
+         "product": [phase(1, compute=1, power=1, sms=1)]},
+    )  # fmt: skip
+    assert 0.97 < in_turn.seconds / found.seconds < 1.07
+
+
+def test_a_product_that_makes_pauses_is_faster_than_one_that_makes_none() -> None:
+    """Measured: 742 TFLOP/s between copies, 650 beside them."""
+    phases = {"product": [phase(1, compute=1, power=1, sms=1)], "copy": [phase(1, to_host=1)]}
+    in_turn = run(plan_of(("product", "a", ()), ("copy", "a", ())), phases)
+    assert in_turn.seconds == pytest.approx(2)
+    beside = run(plan_of(("product", "a", ()), ("copy", "b", ())), phases)
+    assert beside.seconds == pytest.approx(1 / H200.sustained) and beside.limit == "power"
+    assert ends(beside) == [pytest.approx(beside.seconds)] * 2
 
 
 # A captured model
