@@ -2,7 +2,7 @@
 
 The settings are ours: the publications measure serving systems under load, with batches that mix phases; here one batch
 of one kind is simulated. So this shows whether the model of the device is in the right range, not a reproduction. More
-than 2x, as published for a slow link, can't come from two micro-batches that overlap: the sum over the larger is 2 at most.
+than 2x, as published for a slow link, can't come from overlap alone: the sum of two over the larger is 2 at most.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ FIGURES = (
               strategy="nanoflow", batch=8, prompt=1024),
     Published(what="NanoFlow in vLLM, up to", speed_up=1.29, model="llama-3-70b", device="b200", tp=8,
               strategy="comm_overlap", batch=8, prompt=1024),
-    Published(what="a naive split on light load, 0.35 to", least=0.35, speed_up=0.56, model="llama-3-70b", device="b200", tp=8,
-              strategy="nanoflow", batch=16),
+    Published(what="a naive split on light load, 0.35 to", least=0.35, speed_up=0.56, model="llama-3-70b",
+              device="b200", tp=8, strategy="nanoflow", batch=16),
     Published(what="TokenWeave in vLLM", speed_up=1.21, model="llama-3-8b", device="h100", tp=4,
               strategy="token_weave", batch=8, prompt=1024),
     Published(what="communication overlap, up to", speed_up=1.15, model="llama-3-8b", device="h100", tp=4,
