@@ -236,12 +236,6 @@ def _link_schedulers() -> tuple[tuple[str, df.OpSchedulerBase], ...]:
     )
 
 
-def _nano_schedulers() -> tuple[tuple[str, df.OpSchedulerBase], ...]:
-    from dynaflow.strategies import NanoFlow
-
-    return tuple((f"nanoflow(sms={sms})", NanoFlow(sms=sms)) for sms in (None, 48, 72, 96))
-
-
 # A batch in which every request decodes a token, and some more tokens are prefilled along with it
 
 
@@ -315,8 +309,7 @@ CELLS: tuple[Cell, ...] = (
     Cell(name="ViT 16", make=partial(_known, "ViT base, batch 16", None)),
     *(Cell(name=f"link {t}/{i}", make=partial(_linked, t, i), schedulers=_link_schedulers(), kinds=frozenset({"link"}))
       for t, i in ((2048, 14336), (8192, 14336), (8192, 7168), (8192, 4096))),
-    *(Cell(name=f"mixed {r}/{c}/{p}", make=partial(_mixed, r, c, p), schedulers=_nano_schedulers(),
-           kinds=frozenset({"mixed"}))
+    *(Cell(name=f"mixed {r}/{c}/{p}", make=partial(_mixed, r, c, p), kinds=frozenset({"mixed"}))
       for r, c, p in ((512, 1024, 1), (512, 2048, 3), (1024, 1024, 1), (1024, 2048, 3))),
     *(Cell(name=f"offloaded {b}x{n}", make=partial(_offloaded, b, n), kinds=frozenset({"prefetch"}))
       for b, n in ((1, 2048), (8, 512), (8, 2048))),

@@ -35,7 +35,7 @@ def _options(ctx: ScheduleContext) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "dual_batch", {"parts": n}
             yield "nanoflow", {"parts": n}
     if parts and ctx.device.type == "cuda":
-        for share in (0.37, 0.55):
+        for share in (0.37, 0.49):
             yield "nanoflow", {"parts": 2, "sms": int(ctx.sms * share) // 8 * 8}
     if parts:
         yield "searched", {"parts": 2}

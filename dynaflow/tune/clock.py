@@ -17,6 +17,8 @@ HEAT = 0.3
 """Seconds of work before anything is timed, at least."""
 CYCLES = 2e9
 """A second, or longer."""
+SHORTEST, LONGEST = 1e-3, 0.1
+"""Seconds for which the device is held back so that the host gets ahead of it."""
 EMPTY = 5
 
 
@@ -28,7 +30,7 @@ class Clock:
         self._on = False
         self._moments: list[Any] = []
         self._hold = 0.0
-        """Seconds for which the device has to be held back beside the work that keeps it busy."""
+        """Seconds for which the device has to be held back beside the work that keeps it busy, as far as is known."""
 
     def __call__(self, *told: Any) -> None:
         if self._on:
@@ -44,27 +46,29 @@ class Clock:
         while time.perf_counter() < end:
             work()
             torch.cuda.synchronize()
-        start, begun = _event(), time.perf_counter()
-        work()
-        host, stop = time.perf_counter() - begun, _event()
-        torch.cuda.synchronize()
-        busy = start.elapsed_time(stop) / 1e3
-        self._hold = 0.0 if busy > 1.5 * host else min(1.0, 2.5 * host)
 
     def time(self, work: Callable[[], Any]) -> list[float]:
         """The seconds of each thing that the work calls the clock around."""
         if not self.cuda:
             self._note(work)
             return [b - a for a, b in self._pairs()]
+        while not (own := self._issued(work)):
+            self._hold = max(2 * self._hold, SHORTEST)
+        nothing = statistics.median(a.elapsed_time(b) for a, b in own)
+        return [max(0.0, a.elapsed_time(b) - nothing) / 1e3 for a, b in self._pairs()]
+
+    def _issued(self, work: Callable[[], Any]) -> list[tuple[Any, Any]]:
+        """Runs the work twice, the second time with the clock on. Returns events with nothing between; none if the
+        device came to the timed work before the host had issued all of it, and could have held it longer."""
         torch.cuda.synchronize()
         if self._hold:
             torch.cuda._sleep(int(self._hold * CYCLES))
         work()
         own = [(_event(), _event()) for _ in range(EMPTY)]
         self._note(work)
+        in_time = not own[0][0].query() or self._hold >= LONGEST
         torch.cuda.synchronize()
-        nothing = statistics.median(a.elapsed_time(b) for a, b in own)
-        return [max(0.0, a.elapsed_time(b) - nothing) / 1e3 for a, b in self._pairs()]
+        return own if in_time else []
 
     def _note(self, work: Callable[[], Any]) -> None:
         self._moments, self._on = [], True

@@ -168,7 +168,8 @@ def _phase(kernel: Kernel, device: Device, sms: int | None) -> Phase:
     seconds = busy + device.kernel
     flops = device.flops(kernel.dtype) if kernel.flops else 1.0
     by_compute, by_memory = kernel.flops / flops / seconds, kernel.bytes / device.bytes_per_second / seconds
-    power = max(filled * compute / seconds * there / device.sms, by_memory * device.memory_power)
+    saved = device.idle_power * (1.0 - there / device.sms)
+    power = max(filled * compute / seconds * there / device.sms, by_memory * device.memory_power * (1.0 - saved))
     return Phase(seconds, (by_compute, by_memory, 0.0, 0.0, 0.0, power, filled * busy / seconds),
                  0.0 if kernel.kind == "other" else filled, device.kernel)  # fmt: skip
 

@@ -56,8 +56,10 @@ class Device:
     copy_latency: float = 8 * MICRO
     kernel: float = 3.7 * MICRO
     """How long a kernel takes at least, in the middle of others on its stream."""
-    wait: float = 2 * MICRO
-    """From the end of a task to the start of one on another lane that waited for it."""
+    launch: float = 1.1 * MICRO
+    """What a kernel takes less in a CUDA graph than launched by itself."""
+    wait: float = 4 * MICRO
+    """From the end of a task to the start of one on another lane that waited for it; of each task that it waits for."""
     host_call: float = 300 * MICRO
     """Time on the host: of a call as a whole, of each task, of each kernel that is launched by itself."""
     host_task: float = 18 * MICRO
@@ -72,6 +74,8 @@ class Device:
     """A product on a part of the SMs loses more than the part: its tiling is made for all of them. What is left."""
     memory_power: float = 0.88
     """What a loop at full bandwidth draws of the power that a product at full speed draws."""
+    idle_power: float = 0.28
+    """Of that: what the SMs draw that wait for memory. A loop that is held to fewer of them saves as much."""
     sustained: float = 1.0
     """How much of that power the card allows for long. It is the mean over milliseconds that counts: a product that
     makes pauses runs at full speed, one that makes none does not; and two kernels that use different units gain little
@@ -215,6 +219,7 @@ def _cpu(threads: int) -> Device:
         to_host=10 * GIGA,
         from_host=10 * GIGA,
         kernel=1 * MICRO,
+        launch=0.0,
         host_call=100 * MICRO,
         host_task=5 * MICRO,
         host_kernel=0.0,  # the caller's thread does the work itself

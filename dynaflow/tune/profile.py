@@ -1,6 +1,7 @@
 """How long operators take on the device at hand: measured once for each size, and kept on disk.
 
-A plan's tasks run one after the other on one lane, each by itself, with a clock around it.
+A plan's tasks run one after the other on one lane, each by itself, with a clock around it. What their kernels take
+longer than in a CUDA graph, since they are launched one by one, is subtracted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dynaflow.schedule.context import Trials
 from dynaflow.schedule.plan import Lane, Plan, Task, one_by_one
 from dynaflow.store import Store
 from dynaflow.tune.clock import Clock
-from dynaflow.tune.cost import Profile
+from dynaflow.tune.cost import Costs, Profile
 from dynaflow.tune.device import device_for
 from dynaflow.tune.simulate import rows_of
 
@@ -61,6 +62,7 @@ class Profiler:
             clock = Clock(self.device)
             run = trials.watched(made, in_a_row(plan, graph, lane), clock)
             keys = self._keys(plan, graph, lane)
+            launching = self._launching(made)
             found: dict[Key, list[float]] = defaultdict(list)
 
             def work(run: Callable[..., Any] = run) -> None:
@@ -69,9 +71,9 @@ class Profiler:
 
             clock.warm_up(work)
             for _ in range(RUNS):
-                for key, seconds in zip(keys, clock.time(work), strict=True):
+                for key, seconds, extra in zip(keys, clock.time(work), launching, strict=True):
                     if key is not None:
-                        found[key].append(seconds)
+                        found[key].append(max(0.0, seconds - extra))
             restore()
             for key, times in found.items():
                 self._known[key] = statistics.median(times)
@@ -86,6 +88,13 @@ class Profiler:
             else None
             for t in _tasks(plan, graph)
         ]
+
+    def _launching(self, made: Any) -> list[float]:
+        """Of each task: the seconds that are its kernels' launches."""
+        plan, graph, device = made.plan, made.graph, device_for(self.device)
+        costs = Costs(graph, device, sizes=made.values)
+        items = [task.items[0] for task in _tasks(plan, graph)]
+        return [device.launch * costs.kernels(graph.by_name[i.op], rows_of(plan, graph, i)) for i in items]
 
     def _place(self, key: Key) -> str:
         return f"{self._where} {key[0]} {key[1]} {key[2]}"
