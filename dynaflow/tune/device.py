@@ -58,8 +58,8 @@ class Device:
     """How long a kernel takes at least, in the middle of others on its stream."""
     launch: float = 1.1 * MICRO
     """What a kernel takes less in a CUDA graph than launched by itself."""
-    wait: float = 4 * MICRO
-    """From the end of a task to the start of one on another lane that waited for it; of each task that it waits for."""
+    wait: float = 3 * MICRO
+    """From the end of a task to the start of one on another lane that waited for it."""
     host_call: float = 300 * MICRO
     """Time on the host: of a call as a whole, of each task, of each kernel that is launched by itself."""
     host_task: float = 18 * MICRO

@@ -1,9 +1,9 @@
 """What a plan would do on a device: a timeline, without the device.
 
 The host issues tasks in the plan's order. Each lane runs its own one after the other; a task starts when it was
-issued, its lane is free and the tasks that it waits for have ended; each wait for another lane takes its time. Tasks
-that run at the same time share what the device has (`contention.py`). Power is not shared at each moment but over the
-whole run: a run that draws more than the card allows takes longer as a whole.
+issued, its lane is free and the tasks that it waits for have ended. Tasks that run at the same time share what the
+device has (`contention.py`). Power is not shared at each moment but over the whole run: a run that draws more than the
+card allows takes longer as a whole.
 """
 
 from __future__ import annotations
@@ -221,11 +221,10 @@ def _start(lanes: list[_Lane], jobs: list[_Job], now: float, wait: float) -> flo
 
 
 def _ready(lane: _Lane, jobs: list[_Job], wait: float) -> float:
-    """When the lane's next job can start. Waits for other lanes are worked off one by one."""
+    """When the lane's next job can start, as far as is known."""
     job = lane.jobs[lane.at]
     before = lane.jobs[lane.at - 1].end if lane.at else 0.0
-    others = max((jobs[a].end for a in job.after), default=0.0) + wait * len(job.after)
-    return max(job.issued, before, others)
+    return max([job.issued, before, *(jobs[a].end + wait for a in job.after)])
 
 
 def _advance(lane: _Lane, now: float) -> None:
