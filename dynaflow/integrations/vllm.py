@@ -17,7 +17,8 @@ from typing import Any
 from torch import fx
 
 from dynaflow import api
-from dynaflow.capture.declared import by_rows
+from dynaflow.capture.collectives import ANY
+from dynaflow.capture.declared import by_rows, collective
 from dynaflow.capture.graph import copied
 from dynaflow.hosted import TOLD, Hosted, tell_rows, wrap
 from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_builds
@@ -117,14 +118,16 @@ def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kw
             Blocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner)
 
 
-def backend(
-    gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
+def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None) -> Any:
     """What Dynamo calls with the graph of vLLM's forward pass."""
     from vllm.utils.torch_utils import LayerName
 
     by_rows("vllm::*", "_C::*", "_moe_C::*")  # they treat each token by itself, or with its request
     by_rows(f"{TOLD}::*attention*", follows=["kv_cache_dummy_dep"])  # of a prompt that is cut, all before is read
+    collective("vllm::all_reduce", "vllm::minimax_qk_norm_fusion", group="group_name", named=_torch_group)
+    collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=_torch_group)
+    collective("_C::shm_allreduce", group="handle", named=_torch_group)
+    collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
     given: dict[str, Any] = {"operators": "eager", **(options or {})}
     scheduler = scheduler_of(given.pop("scheduler", None), given.pop("scheduler_options", None))
     engine = api._engine(None, {**given, "scheduler": in_vllm(scheduler), "facts": lambda: Step.now.facts})
@@ -136,6 +139,17 @@ def backend(
 
 def in_vllm(scheduler: OpSchedulerBase) -> Serving:
     return serving(scheduler, most=PARTS, in_turns=True)  # vLLM's CPU kernels share one scratch buffer
+
+
+def _torch_group(given: str | int) -> str:
+    """Torch's name of a group that vLLM knows by a name of its own; on CPU, by the handle of its shared memory."""
+    from vllm.distributed.parallel_state import _groups
+
+    for group in filter(None, (reference() for reference in _groups.values())):
+        memory = getattr(group.device_communicator, "dist_module", None)
+        if given in (group.unique_name, getattr(memory, "handle", None)):
+            return str(group.device_group.group_name)
+    return ANY
 
 
 def _asks_context(op: Any) -> bool:

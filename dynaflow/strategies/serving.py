@@ -43,9 +43,13 @@ class ServingChoice(Serving):
         if ctx.facts["whole"]:
             return self
         if isinstance(self.scheduler, Auto):  # now: in the background it would run on the caches of a later step
-            return self.scheduler.decide(ctx, lambda candidate: Serving(candidate, self.most, self.in_turns))
-        chosen = self.scheduler.choose(ctx)
-        return self if chosen is self.scheduler else serving(chosen, self.most, self.in_turns)
+            chosen = self.scheduler.decide(ctx, self._serving)
+        else:
+            chosen = self.scheduler.choose(ctx)
+        return self if chosen is self.scheduler else self._serving(chosen)
+
+    def _serving(self, scheduler: df.OpSchedulerBase) -> Serving:
+        return scheduler if isinstance(scheduler, Serving) else serving(scheduler, self.most, self.in_turns)
 
 
 def serving(scheduler: df.OpSchedulerBase, most: int, in_turns: bool = False) -> Serving:

@@ -187,6 +187,72 @@ def test_the_engine_in_a_process_of_its_own(stock: Results, model: str) -> None:
     assert worker["runs"] - worker["sequential_runs"] > 20
 
 
+# Several ranks, and experts
+
+RANKED: dict[str, dict[str, Any]] = {
+    "nanoflow in 2": {"scheduler": "nanoflow", "scheduler_options": {"parts": 2}},
+    "comm_overlap in 2": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 2}},
+    "comm_overlap in 3": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 3}},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(model: str) -> Results:
+    result = Path(model).parent / "ranks.json"
+    return run("tests.systems.vllm_run", "ranks", model, str(result), json.dumps(RANKED), result=result)
+
+
+@pytest.mark.parametrize("scheduler", RANKED)
+@pytest.mark.parametrize("workload", ["prompts", "queue", "twins"])
+def test_answers_of_two_ranks_are_those_of_stock_vllm(ranks: Results, scheduler: str, workload: str) -> None:
+    assert_same(ranks["schedulers"][scheduler]["answers"][workload], ranks["stock"][workload])
+
+
+@pytest.mark.parametrize("scheduler", RANKED)
+def test_collectives_are_split_and_have_the_lane_of_the_link(ranks: Results, scheduler: str) -> None:
+    first, second = ranks["schedulers"][scheduler]["workers"]
+    assert first == second  # the groups, all plans, and how often they ran
+    assert len(first["groups"]) == 1 and first["ranks"] == [0, 1]
+    assert len(first["meeting"]) == 7  # after the embedding, and after attention and MLP of three layers
+    assert first["lanes"]["network"] == ["network"] and "network" not in first["lanes"]["others"]
+    assert first["runs"] - first["sequential_runs"] > 30
+    parts, seen = int(scheduler[-1]), set()
+    for plan in first["plans"]:
+        seen.add(plan["parts"])
+        for op in first["meeting"]:
+            found = [(micro_batches, lane) for name, micro_batches, lane in plan["items"] if name == op]
+            assert found == ([([i], "main") for i in range(plan["parts"])] if plan["parts"] > 1 else [])
+    assert max(seen) == parts
+
+
+def test_collectives_of_vllm_on_cuda_are_known(ranks: Results) -> None:
+    for rank in ranks["declared"]:
+        (group,) = rank["same_group"]
+        assert rank["ops"] == [
+            ["all_reduce", [group], True, "network"],
+            ["all_gather", [group], True, "network"],
+            ["reduce_scatter", [group], True, "network"],
+            ["all_gather", [group], False, "network"],  # along the rows
+            ["reduce_scatter", [group], False, "network"],
+        ]
+
+
+def test_experts_run_in_two_parts(tmp_path: Path) -> None:
+    folder, result = vllm_model.small_moe(tmp_path / "experts"), tmp_path / "experts.json"
+    setting = {"dual_batch": {"scheduler": "dual_batch"}}
+    found = run("tests.systems.vllm_run", "experts", folder, str(result), json.dumps(setting), result=result)
+    assert not found["stock"]["steps"], "it ran under a schedule"
+    assert_same(found["served"]["answers"], found["stock"]["answers"])
+    assert len({answer["tokens"][0] for answer in found["stock"]["answers"].values()}) > 12, "a dull model"
+    steps = found["served"]["steps"]
+    assert sum(len(step["parts"]) == 2 for step in steps) > 30
+    for plan in found["plans"]:
+        experts = [micro_batches for op, micro_batches, _ in plan["items"] if op.endswith(".experts")]
+        if plan["parts"] > 1:
+            assert sorted(experts) == [[0]] * 3 + [[1]] * 3, "not every layer's experts, in two parts"
+    assert max(plan["parts"] for plan in found["plans"]) == 2
+
+
 def test_soak(stock: Results, stock_file: Path, model: str) -> None:
     result = Path(model).parent / "soak.json"
     arguments = ["--seconds", "20", "--model", model, "--stock", str(stock_file), "--result", str(result)]

@@ -160,6 +160,28 @@ def test_whoever_chooses_may_choose_itself() -> None:
     assert server.serve([2, 3, 4], why_whole="because") == []
 
 
+def test_functions_of_ones_own_take_turns_too() -> None:
+    """One that no other process could find by its name."""
+    calls = []
+
+    class Replacing(df.OpSchedulerBase):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            def own(x: Tensor, *numbers: Tensor) -> Tensor:
+                calls.append(len(x))
+                return x * 0
+
+            ctx.split(2)
+            while ops := ctx.get_ready_ops():
+                for op in ops:
+                    ctx.execute(op, lane=f"lane{op.micro_batch.index}", replace_func=own)
+
+    server = Server(serving(Replacing(), MOST, in_turns=True))
+    System.numbers, System.batch = torch.ones(6), Step(6, [3, 3])
+    with torch.no_grad():
+        assert not server.compiled(torch.randn(6, 4)).any()
+    assert calls == [3, 3]
+
+
 def test_auto_tries_what_would_serve() -> None:
     tried = []
 
@@ -170,6 +192,10 @@ def test_auto_tries_what_would_serve() -> None:
 
     server = Server(serving(Noted(seconds=0.1, when="background", among=[Each(split=2)]), MOST, in_turns=True))
     server.serve([2, 3, 4])
+    for lengths in ([3, 3, 3], [2, 5, 5], [4, 4, 2]):  # nothing is made anew, whichever is faster
+        before = server.hosted[0].stats.plans
+        server.serve(lengths)
+        assert server.hosted[0].stats.plans == before
     server.serve([2, 3, 4], why_whole="because")
     (candidate,) = tried
     assert isinstance(candidate, Serving) and candidate.most == MOST and candidate.in_turns
