@@ -169,6 +169,6 @@ class Forward(Hosted):
         Step.now = Step(get_forward_context() if is_forward_context_available() else None, rows)
 
 
-def forwards() -> list[Hosted]:
+def forwards() -> list[Forward]:
     """The models that vLLM runs under a schedule in this process: `.stats` counts, `.plans` says what runs."""
-    return list(Forward.alive)
+    return [hosted for hosted in Hosted.alive if isinstance(hosted, Forward)]
