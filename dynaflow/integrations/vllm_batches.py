@@ -218,7 +218,7 @@ class Blocks:
             elif blocks is not None:
                 for own, more in zip(self.held[request], blocks, strict=True):
                     own.extend(more)
-            for i, own in enumerate(self.held[request]):
+            for i, own in enumerate(self.held[request] if starting else ()):  # the others have read it all before
                 writes = own[computed // self.sizes[i] :]
                 written.update(writes)
                 holders.update(own if request in starting else writes)
