@@ -34,7 +34,7 @@ test: .venv/installed-test check
 	touch $@
 
 test-vllm: .venv-vllm/installed
-	.venv-vllm/bin/python -m pytest tests/systems/test_vllm.py -q
+	.venv-vllm/bin/python -m pytest tests/systems/test_vllm_batches.py tests/systems/test_vllm.py -q
 
 check: .venv/installed-test
 	.venv/bin/ruff check dynaflow tests benchmarks examples

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from dynaflow.api import CompiledModel, compile
-from dynaflow.capture.declared import by_rows
+from dynaflow.capture.declared import by_rows, collective
 from dynaflow.capture.ops import Op
 from dynaflow.capture.rules import SplitFunc, SplitModule, mark
 from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, SplitError, VerifyError
@@ -45,6 +45,7 @@ __all__ = [
     "by_rows",
     "check",
     "choose",
+    "collective",
     "compile",
     "configure",
     "draw",

@@ -396,7 +396,8 @@ class Engine:
                 advice="return nothing, ctx.sequential(), or a Plan",
             )
         if isinstance(result, Plan):
-            return result, {t.replace: imported(t.replace) for t in result.tasks if t.replace}
+            called = {t.replace for t in result.tasks if t.replace}
+            return result, {name: ctx.functions.get(name) or imported(name) for name in called}
         return ctx.finish(), ctx.functions
 
     def _context(

@@ -1,7 +1,8 @@
-"""Collectives in a graph: functional ones, which give a result that has to be waited for.
+"""Collectives in a graph: torch's functional ones, which give a result that has to be waited for, and declared ones.
 
 All that torch.distributed does in a compiled graph is traced to `_c10d_functional` and a `wait_tensor` on the result.
-Until then the result may be looked at by nobody, so a collective and its wait are always one operator's.
+Until then the result may be looked at by nobody, so a collective and its wait are always one operator's. What other
+libraries have is a collective if somebody says so (`declared.collective`); its result needs no wait.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.alignment import Call, Operand, Refusal, Signature, straight
+from dynaflow.capture.alignment import Call, Operand, Refusal, Signature, straight, wrap
+from dynaflow.capture.declared import arguments, collective_of
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 WAIT = "wait_tensor"
@@ -25,7 +27,7 @@ _ALIKE = ("all_reduce", "broadcast", WAIT, "_wrap_tensor_autograd")
 
 
 def name_of(node: fx.Node) -> str | None:
-    """Which collective, or wait, the node calls."""
+    """Which of torch's collectives, or wait, the node calls."""
     target = node.target
     if isinstance(target, _torch.OpOverload):
         return target._opname if target.namespace in NAMESPACES else None
@@ -39,10 +41,18 @@ def group_of(node: fx.Node) -> str | None:
     """The process group in which the node makes ranks meet."""
     if _torch.dtensor_method(node) in _HIDDEN:
         return ANY
+    if (declared := collective_of(node.target)) is not None:
+        group = arguments(node).get(declared.group)
+        return ANY if group is None or isinstance(group, fx.Node) else declared.named(group)
     name = name_of(node)
     if name is None or name in (WAIT, "_wrap_tensor_autograd"):
         return None
     return str(node.kwargs.get("group_name", node.args[-1] if node.args else ""))
+
+
+def is_collective(node: fx.Node) -> bool:
+    """It makes ranks meet, or waits for them, as far as can be seen: not inside of a DTensor's method."""
+    return name_of(node) is not None or collective_of(node.target) is not None
 
 
 def waited(node: fx.Node) -> fx.Node | None:
@@ -74,12 +84,16 @@ def rule(call: Call) -> Signature | Refusal:
     """Every rank calls with the same rows, so what goes element by element, or along other dims, keeps them."""
     name = call.func._opname.removesuffix("_coalesced")
     tensors = call.inputs()
-    if name in _ALIKE or name in _EXCHANGING:
-        mixed = (0,) if name in _EXCHANGING else ()
-        if len({t.ndim for t in tensors}) == 1 and not any(call.dim_of(t) in mixed for t in tensors):
-            labels = [straight(t.ndim, mixed) for t in tensors]
-            return Signature([Operand(t, at) for t, at in zip(tensors, labels, strict=True)], [labels[0]])
-        if name in _EXCHANGING:
-            return call.refuse("moves rows of the batch between ranks")
-    return call.refuse("is no collective whose rows can be followed")
-
+    if (declared := collective_of(call.func)) is not None:
+        along = call[declared.dim] if isinstance(declared.dim, str) else declared.dim
+    elif name in _ALIKE or name in _EXCHANGING:
+        along = 0 if name in _EXCHANGING else None
+    else:
+        return call.refuse("is no collective whose rows can be followed")
+    mixed = {id(t): () if along is None else (wrap(along, t.ndim),) for t in tensors}
+    if any(call.dim_of(t) in mixed[id(t)] for t in tensors):
+        return call.refuse("moves rows of the batch between ranks")
+    if len({t.ndim for t in tensors}) != 1:
+        return call.refuse("is no collective whose rows can be followed")
+    labels = [straight(t.ndim, mixed[id(t)]) for t in tensors]
+    return Signature([Operand(t, at) for t, at in zip(tensors, labels, strict=True)], [labels[0]])

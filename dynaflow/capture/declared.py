@@ -1,8 +1,9 @@
-"""Custom operators that treat each row of the batch by itself, as somebody who knows them says."""
+"""Custom operators of which somebody who knows them says what can't be seen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,8 +13,19 @@ from dynaflow import _torch
 from dynaflow.capture.alignment import Call, Dims, Refusal
 from dynaflow.errors import PartitionError, user_line
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """How an operator makes ranks meet: see `collective`."""
+
+    group: str
+    dim: str | int | None
+    named: Callable[[Any], str]
+
+
 _globs: dict[str, frozenset[str]] = {}
 """Names of operators -> which of their arguments must be complete for earlier rows, too."""
+_collectives: dict[str, Collective] = {}
 
 
 def by_rows(*operators: Any, follows: Sequence[str] = ()) -> None:
@@ -25,21 +37,48 @@ def by_rows(*operators: Any, follows: Sequence[str] = ()) -> None:
     `follows`: names of arguments that stand for something which the operator needs of all earlier rows as well, such as
     a cache that another operator fills: what makes them runs for all earlier micro-batches before.
     """
+    for name in _names("by_rows", operators):
+        _globs[name] = frozenset(follows)
+
+
+def collective(*operators: Any, group: str, dim: str | int | None = None, named: Callable[[Any], str] = str) -> None:
+    """Declares that custom operators make the ranks of a process group meet, as torch's own collectives do. So they
+    keep one order on all ranks, and strategies give them the lane of the link.
+
+    Each is an operator (`torch.ops.mine.all_reduce`) or a glob on names ("mine::*").
+    group: the argument that names the group. A call without it counts as a meeting in every group.
+    dim: along which ranks exchange slices, or the argument that says so. None: the result is like what was given,
+        element by element.
+    named: gives torch's name of the group (`ProcessGroup.group_name`) for that argument, where the library has names of
+        its own.
+    """
+    for name in _names("collective", operators):
+        _collectives[name] = Collective(group=group, dim=dim, named=named)
+
+
+def _names(who: str, operators: Sequence[Any]) -> list[str]:
+    names = []
     for operator in operators:
-        if isinstance(operator, str):
-            _globs[operator] = frozenset(follows)
-        elif isinstance(operator, (_torch.OpOverload, _torch.OpOverloadPacket)):
-            _globs[_torch.packet_of(operator)._qualified_op_name] = frozenset(follows)
-        else:
+        if not isinstance(operator, (str, _torch.OpOverload, _torch.OpOverloadPacket)):
             raise PartitionError(
-                f"by_rows: {operator!r} is no operator",
+                f"{who}: {operator!r} is no operator",
                 line=user_line(),
                 advice='pass an operator of torch.ops, or a glob such as "mine::*"',
             )
+        names.append(operator if isinstance(operator, str) else _torch.packet_of(operator)._qualified_op_name)
+    return names
 
 
 def is_by_rows(func: _torch.OpOverload) -> bool:
     return any(fnmatchcase(func.overloadpacket._qualified_op_name, glob) for glob in _globs)
+
+
+def collective_of(target: Any) -> Collective | None:
+    """What was said of a call's target, if it was said to be a collective."""
+    packet = _torch.packet_of(target)
+    if not isinstance(packet, _torch.OpOverloadPacket):
+        return None
+    return next((how for glob, how in _collectives.items() if fnmatchcase(packet._qualified_op_name, glob)), None)
 
 
 def followed(node: fx.Node) -> list[fx.Node]:
@@ -51,9 +90,14 @@ def followed(node: fx.Node) -> list[fx.Node]:
     wanted = frozenset[str]().union(*found)
     if not wanted:
         return []
+    return [given for name, given in arguments(node).items() if name in wanted and isinstance(given, fx.Node)]
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """What an operator is called with, by name."""
+    packet = _torch.packet_of(node.target)
     schema = getattr(packet, packet.overloads()[0])._schema
-    named = {a.name: given for a, given in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    return [given for name, given in named.items() if name in wanted and isinstance(given, fx.Node)]
+    return {a.name: given for a, given in zip(schema.arguments, node.args, strict=False)} | node.kwargs
 
 
 def rule(call: Call) -> Dims | Refusal:

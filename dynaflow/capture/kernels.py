@@ -17,6 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from dynaflow import _torch
 from dynaflow.capture.calls import is_view, tensors_in, written_tensors
+from dynaflow.capture.collectives import NAMESPACES
+from dynaflow.capture.declared import collective_of
 
 Kind = Literal[
     "matmul", "convolution", "attention", "masked_attention", "loop", "other", "copy_in", "copy_out", "collective"
@@ -178,7 +180,7 @@ class Recorder(_torch.TorchDispatchMode):
         written = written_tensors(schema, args, kwargs)
         if (how := _described.get(schema.name)) is not None:
             self._add_all(given, made, how(args, kwargs, out))
-        elif library in ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional"):
+        elif library in (*NAMESPACES, "c10d_functional") or collective_of(func) is not None:
             self._add(given, made or written, _collective(name, given, args, kwargs))
         elif name in ("_to_copy", "copy_", "fetch") and _crosses(given, made or written):
             target = (made or written)[0]

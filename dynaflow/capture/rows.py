@@ -71,7 +71,7 @@ def _rule(func: _torch.OpOverload) -> tuple[str, views.Rule | None]:
     namespace, name = str(func.overloadpacket).split(".")
     if torch.Tag.pointwise in func.tags:
         return name, operators.pointwise
-    if namespace in collectives.NAMESPACES:
+    if namespace in collectives.NAMESPACES or (namespace != "aten" and declared.collective_of(func) is not None):
         return name, collectives.rule
     if namespace != "aten":
         return name, declared.rule if declared.is_by_rows(func) else None

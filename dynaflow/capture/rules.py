@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from dynaflow import _torch
+from dynaflow.capture.collectives import is_collective
 from dynaflow.errors import PartitionError, user_line
 
 MARK = "dynaflow"
@@ -61,8 +62,9 @@ class SplitFunc:
     Calls of a Python function that torch.compile inlines are told apart by where they are made: a loop that calls
     it from one line makes one operator, unless other operators lie between. `mark` tells those apart as well.
     `match` is an operator (`torch.ops.aten.mm`, any overload or one), a Python function
-    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*"). A collective and the
-    wait for its result are one call.
+    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*"). Collectives, torch's own
+    and those that were declared, are also called "collective::NAME". One of torch's and the wait for its result are one
+    call.
     """
 
     match: Any
@@ -152,12 +154,11 @@ def target_names(node: fx.Node) -> list[str]:
     target = node.target
     if isinstance(target, str):
         return [target]
-    if isinstance(target, _torch.OpOverload):
-        namespace, name = target.namespace, target._opname
-        return [name, str(target), f"{namespace}.{name}", f"{namespace}::{name}"]
-    if isinstance(target, _torch.OpOverloadPacket):
-        namespace, name = target._qualified_op_name.split("::")
-        return [name, f"{namespace}.{name}", f"{namespace}::{name}"]
+    if isinstance(target, (_torch.OpOverload, _torch.OpOverloadPacket)):
+        namespace, name = _torch.packet_of(target)._qualified_op_name.split("::")
+        exact = [str(target)] if isinstance(target, _torch.OpOverload) else []
+        general = [f"collective::{name}"] if is_collective(node) else []
+        return [name, *exact, f"{namespace}.{name}", f"{namespace}::{name}", *general]
     name = getattr(target, "__name__", type(target).__name__)
     module = getattr(target, "__module__", None)
     return [name, f"{module}.{name}"] if module else [name]

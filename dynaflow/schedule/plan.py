@@ -137,6 +137,11 @@ class Plan:
         """For each task, a bit mask of the tasks that are certain to have ended when it starts."""
         return happens_before(self.tasks)
 
+    def on_one_lane(self, lane: str = "main") -> Plan:
+        """The same tasks one after the other, in the order in which they are issued."""
+        tasks = tuple(replace(task, lane=lane, after=()) for task in self.tasks)
+        return replace(self, lanes=(Lane(name=lane),) if tasks else (), tasks=tasks)
+
     def __str__(self) -> str:
         sizes = ", ".join(str(m.size) for m in self.micro_batches)
         head = f"Plan: batch of {self.batch_size} as [{sizes}]"

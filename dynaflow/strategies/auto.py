@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import dynaflow as df
@@ -28,14 +28,20 @@ class Auto(df.OpSchedulerBase):
 
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
         if self.when == "background" and self.seconds:
-            ctx.decide_later(self._decide)
+            ctx.decide_later(self.decide)
             return df.Sequential()
-        return self._decide(ctx)
+        return self.decide(ctx)
 
-    def _decide(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
-        from dynaflow.tune.tuner import Tuner  # which knows all strategies, this one too
+    def decide(
+        self, ctx: df.ScheduleContext, wrap: Callable[[df.OpSchedulerBase], df.OpSchedulerBase] | None = None
+    ) -> df.OpSchedulerBase:
+        """Tunes now. `wrap`: what becomes of each candidate before it is tried."""
+        from dynaflow.tune.candidates import candidates  # they know all strategies, this one too
+        from dynaflow.tune.tuner import Tuner
 
         among = None if self.among is None else [named(s) for s in self.among]
+        if wrap is not None:
+            among = [(name, wrap(s)) for name, s in (candidates(ctx) if among is None else among)]
         with progress_bar(self.seconds if self.progress else 0) as say:
             chosen, ctx.note = Tuner(ctx, seconds=self.seconds, most=self.most, among=among, say=say).decide()
         return chosen

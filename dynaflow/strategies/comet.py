@@ -30,7 +30,7 @@ class Comet(df.OpSchedulerBase):
         min_rows: int = 1,
         experts: str | None = "*.experts",
         gemms: str | re.Pattern[str] | None = GEMMS,
-        collectives: str = "_c10d_functional*",
+        collectives: str = "collective::*",
     ) -> None:
         self.parts, self.min_rows = parts, min_rows
         self.experts, self.gemms, self.collectives = experts, gemms, collectives

@@ -18,7 +18,7 @@ class CommOverlap(df.OpSchedulerBase):
         self,
         parts: int = 2,
         min_rows: int = 1,
-        collectives: str = "_c10d_functional*",
+        collectives: str = "collective::*",
         by_rows: bool | None = None,
     ) -> None:
         self.parts, self.min_rows, self.collectives, self.by_rows = parts, min_rows, collectives, by_rows

@@ -18,7 +18,7 @@ class DualBatch(df.OpSchedulerBase):
         min_rows: int = 1,
         experts: str = "*.experts",
         shared: str = "*.shared_expert*",
-        collectives: str = "_c10d_functional*",
+        collectives: str = "collective::*",
     ) -> None:
         self.parts, self.min_rows = parts, min_rows
         self.experts, self.shared, self.collectives = experts, shared, collectives

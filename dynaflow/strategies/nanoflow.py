@@ -23,7 +23,7 @@ class NanoFlow(df.OpSchedulerBase):
         parts: int = 2,
         min_rows: int = 1,
         attention: str = "*attention*",
-        collectives: str = "_c10d_functional*",
+        collectives: str = "collective::*",
         sms: int | None = None,
         exclusive: bool = False,
         merged: tuple[str, ...] = (),

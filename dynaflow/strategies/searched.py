@@ -13,7 +13,7 @@ class Searched(df.OpSchedulerBase):
         self,
         parts: int = 2,
         attention: str = "*attention*",
-        collectives: str = "_c10d_functional*",
+        collectives: str = "collective::*",
         seconds: float = 5.0,
     ) -> None:
         self.parts, self.attention, self.collectives, self.seconds = parts, attention, collectives, seconds

@@ -26,7 +26,7 @@ class TokenWeave(df.OpSchedulerBase):
         parts: int = 2,
         min_rows: int = 1,
         norms: str | re.Pattern[str] = NORMS,
-        collectives: str = "_c10d_functional*",
+        collectives: str = "collective::*",
         experts: str = "*.experts",
         sms: int | None = None,
         compiled: bool | None = None,

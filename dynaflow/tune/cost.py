@@ -204,8 +204,8 @@ def _copy(kernel: Kernel, device: Device) -> Phase:
     return Phase(seconds, (0.0, memory, out, back, 0.0, device.copy_drag * part, 0.0))
 
 
-SENT = {"all_reduce": 2.0, "all_gather_into_tensor": None, "reduce_scatter_tensor": 1.0, "all_to_all_single": 1.0}
-"""How often a rank sends what it was given; an all-gather sends it to every other rank."""
+SENT = {"all_reduce": 2.0, "all_gather_into_tensor": None, "all_gather": None}
+"""How often a rank sends what it was given, if not once; an all-gather sends it to every other rank."""
 
 
 def _collective(kernel: Kernel, device: Device, sms: int | None) -> Phase:

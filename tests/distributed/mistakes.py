@@ -13,6 +13,7 @@ import torch.distributed as dist
 import dynaflow as df
 from dynaflow.schedule import ranks
 from dynaflow.strategies.comm_overlap import CommOverlap
+from tests.distributed import library
 from tests.distributed.models import compare, numbers, tensor_parallel
 
 SOON = 20.0
@@ -53,6 +54,19 @@ def decided_differently() -> None:
     assert not compare(model, fast, numbers(6, 8)).sequential
 
 
+def declared() -> None:
+    """The same with collectives that are declared to be some."""
+    library.declare()
+    model = library.team_model()
+    with torch.no_grad(), pytest.raises(df.PlanError, match="wait for each other forever"):
+        df.compile(model, ALaneEach(), operators="eager")(numbers(6, 8))
+    fast = df.compile(model, CommOverlap(parts=2 + dist.get_rank()), operators="eager")
+    with torch.no_grad(), pytest.raises(df.PlanError, match="different orders"):
+        fast(numbers(6, 8))
+    fast.set_scheduler("comm_overlap")
+    assert not compare(model, fast, numbers(6, 8)).sequential
+
+
 def one_in_sequence() -> None:
     model = tensor_parallel()
     fast = df.compile(model, "comm_overlap" if dist.get_rank() else "sequential", operators="eager")
@@ -82,6 +96,7 @@ def never_calls() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "unordered": unordered,
     "decided_differently": decided_differently,
+    "declared": declared,
     "one_in_sequence": one_in_sequence,
     "other_sizes": other_sizes,
     "never_calls": never_calls,

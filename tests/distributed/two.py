@@ -16,7 +16,7 @@ import dynaflow as df
 from dynaflow.strategies.comet import Comet
 from dynaflow.strategies.fused import Link
 from dynaflow.strategies.token_weave import TokenWeave
-from tests.distributed import pretrained
+from tests.distributed import library, pretrained
 from tests.distributed.models import (
     STRATEGIES,
     AddNorm,
@@ -32,7 +32,7 @@ from tests.distributed.models import (
     tensor_parallel,
     whole_numbers,
 )
-from tests.helpers import Each
+from tests.helpers import Each, graph_of
 
 
 def llama_prefill() -> None:
@@ -385,6 +385,39 @@ def compiled_operators() -> None:
     assert fast.stats.operators_compiled
 
 
+def declared_collectives() -> None:
+    """A library's own collectives, of which its user has said that they are some."""
+    group = library.declare()
+    model = library.team_model()
+    fast = df.compile(model, operators="eager", fullgraph=True)
+    for name in STRATEGIES:
+        fast.set_scheduler(name)
+        plan = compare(model, fast, numbers(6, 8))
+        sums = [op for op in graph_of(fast).ops if op.groups]
+        assert [op.groups for op in sums] == [(group,)] * 2 and not any(op.refusal for op in sums)
+        for op in ("0.sum", "1.sum_"):
+            assert lanes_of(plan, op) == {"network"} and is_split(plan, op), plan
+    fast.set_scheduler("auto", among=["comm_overlap"], seconds=1)  # ranks find out together
+    compare(model, fast, numbers(6, 8))
+    assert fast.explain(numbers(6, 8)).decision.tried
+
+
+def declared_dims() -> None:
+    """Slices of the batch's rows that are moved between ranks keep it whole; slices of other dims don't."""
+    library.declare()
+
+    class Gathers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = library.team_gather(x + 1, -1, "all:0")
+            long = library.team_gather(wide * 2, 0, "all:0")
+            return wide + long[: x.size(0)]
+
+    fast = df.compile(Gathers(), "comm_overlap", operators="eager", fullgraph=True)
+    compare(Gathers(), fast, numbers(6, 4))
+    wide, long = (op for op in graph_of(fast).ops if op.groups)
+    assert wide.splittable and "moves rows of the batch between ranks" in str(long.refusal)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "llama_prefill": llama_prefill,
     "llama_decode": llama_decode,
@@ -398,4 +431,6 @@ CASES: dict[str, Callable[[], None]] = {
     "fused_patterns": fused_patterns,
     "sums_in_one_place": sums_in_one_place,
     "compiled_operators": compiled_operators,
+    "declared_collectives": declared_collectives,
+    "declared_dims": declared_dims,
 }

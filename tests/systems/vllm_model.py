@@ -1,4 +1,4 @@
-"""A small Llama that vLLM loads and serves offline, on CPU."""
+"""Small models that vLLM loads and serves offline, on CPU: a Llama, and a Qwen3 with experts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ BLOCK = 32
 """Tokens of a block of keys and values: what vLLM finds again when prompts begin alike."""
 
 _LAYERS, _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD = 3, 128, 256, 4, 2, 32
+_EXPERTS = 8
+_COMMON = {
+    "hidden_size": _HIDDEN,
+    "intermediate_size": _INNER,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _KV_HEADS,
+    "head_dim": _HEAD,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": LONGEST,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def prepare() -> None:
@@ -39,32 +55,49 @@ def prepare() -> None:
 
 def small_llama(folder: Path) -> str:
     """Its weights vary enough that whoever mixes up requests or positions gets other tokens."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_COMMON}
+    return _save(folder, config, _attention(), {f"mlp.{name}": shape for name, shape in _mlp().items()})
+
+
+def small_moe(folder: Path) -> str:
+    """Each token goes to two experts of eight."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **_COMMON,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": _INNER,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    attention = _attention() | {"self_attn.q_norm": (_HEAD,), "self_attn.k_norm": (_HEAD,)}
+    experts = {f"mlp.experts.{i}.{name}": shape for i in range(_EXPERTS) for name, shape in _mlp().items()}
+    return _save(folder, config, attention, {"mlp.gate": (_EXPERTS, _HIDDEN), **experts})
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _attention() -> Shapes:
+    return {
+        "input_layernorm": (_HIDDEN,),
+        "self_attn.q_proj": (_HEADS * _HEAD, _HIDDEN),
+        "self_attn.k_proj": (_KV_HEADS * _HEAD, _HIDDEN),
+        "self_attn.v_proj": (_KV_HEADS * _HEAD, _HIDDEN),
+        "self_attn.o_proj": (_HIDDEN, _HEADS * _HEAD),
+        "post_attention_layernorm": (_HIDDEN,),
+    }
+
+
+def _mlp() -> Shapes:
+    return {"gate_proj": (_INNER, _HIDDEN), "up_proj": (_INNER, _HIDDEN), "down_proj": (_HIDDEN, _INNER)}
+
+
+def _save(folder: Path, config: dict[str, Any], *layer: Shapes) -> str:
     from safetensors.torch import save_file
 
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "head_dim": _HEAD,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": LONGEST,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-def _weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -75,20 +108,14 @@ def _weights() -> dict[str, torch.Tensor]:
         "model.norm.weight": torch.ones(_HIDDEN),
         "lm_head.weight": matrix(VOCABULARY, _HIDDEN),
     }
-    for layer in range(_LAYERS):
-        made = {
-            "input_layernorm": torch.ones(_HIDDEN),
-            "self_attn.q_proj": matrix(_HEADS * _HEAD, _HIDDEN),
-            "self_attn.k_proj": matrix(_KV_HEADS * _HEAD, _HIDDEN),
-            "self_attn.v_proj": matrix(_KV_HEADS * _HEAD, _HIDDEN),
-            "self_attn.o_proj": matrix(_HIDDEN, _HEADS * _HEAD),
-            "post_attention_layernorm": torch.ones(_HIDDEN),
-            "mlp.gate_proj": matrix(_INNER, _HIDDEN),
-            "mlp.up_proj": matrix(_INNER, _HIDDEN),
-            "mlp.down_proj": matrix(_HIDDEN, _INNER),
-        }
-        weights |= {f"model.layers.{layer}.{name}.weight": value for name, value in made.items()}
-    return weights
+    for i in range(_LAYERS):
+        for name, shape in (item for shapes in layer for item in shapes.items()):
+            made = torch.ones(shape) if len(shape) == 1 else matrix(*shape)
+            weights[f"model.layers.{i}.{name}.weight"] = made
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 def settings(folder: str, **more: Any) -> dict[str, Any]:

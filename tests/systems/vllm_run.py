@@ -1,8 +1,8 @@
 """Serves workloads with vLLM in a process of its own, and tells what was answered and how the steps ran.
 
-`python -m tests.systems.vllm_run stock|scheduled|processes FOLDER RESULT [SCHEDULERS]`: FOLDER has the model, RESULT is
-the JSON file to write. SCHEDULERS is a JSON object of names, with vLLM's setting for each: vLLM starts with the first,
-and the others take over one after the other.
+`python -m tests.systems.vllm_run stock|scheduled|processes|ranks|experts FOLDER RESULT [SCHEDULERS]`: FOLDER has the
+model, RESULT is the JSON file to write. SCHEDULERS is a JSON object of names, with vLLM's setting for each: vLLM starts
+with the first, and the others take over one after the other.
 """
 
 from __future__ import annotations
@@ -211,8 +211,132 @@ def _worker(self: Any) -> dict[str, int]:
     return {"process": os.getpid(), "runs": forward.stats.runs, "sequential_runs": forward.stats.sequential_runs}
 
 
+def run_ranks(folder: str, schedulers: Settings) -> dict[str, Any]:
+    """The model spread over two ranks: by vLLM as it is, and under each scheduler."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    from vllm import LLM
+
+    asked = {name: requests for name, requests in workloads().items() if name in ("prompts", "queue", "twins")}
+    settings = vllm_model.settings(folder, tensor_parallel_size=2)
+    llm = LLM(**settings, enforce_eager=True)  # stock vLLM does without its compiler: that is sooner ready
+    stock = {name: serve(llm, requests).answers for name, requests in asked.items()}
+    llm.llm_engine.engine_core.shutdown()
+    llm = LLM(**settings, additional_config={"dynaflow": next(iter(schedulers.values()))})
+    found = {}
+    for name, setting in schedulers.items():
+        llm.collective_rpc(_schedule_by, args=(setting,))
+        llm.reset_prefix_cache()
+        answers = {workload: serve(llm, requests).answers for workload, requests in asked.items()}
+        found[name] = {"answers": answers, "workers": llm.collective_rpc(_collectives)}
+    return {"stock": stock, "schedulers": found, "declared": llm.collective_rpc(_declared)}
+
+
+def _schedule_by(self: Any, setting: dict[str, Any]) -> None:
+    from dynaflow.integrations import vllm as integration
+    from dynaflow.options import scheduler_of
+
+    (forward,) = integration.forwards()
+    forward.engine.set_scheduler(integration.in_vllm(scheduler_of(**setting)))
+
+
+def _collectives(self: Any) -> dict[str, Any]:
+    """Of a rank: the groups in which it meets others, its plans, and where its scheduler wants the collectives."""
+    import torch
+
+    from dynaflow import _torch, check
+    from dynaflow.integrations import vllm as integration
+    from dynaflow.schedule.context import ScheduleContext
+
+    (forward,) = integration.forwards()
+    schedules = forward.engine._schedules
+    (graph,) = schedules.graphs.values()
+    meeting = {op.name for op in graph.ops if op.groups}
+    tokens = [3, 3, 3, 3, 3]
+    facts = {"whole": False, "num_tokens": tokens, "phase": "prefill"}
+    device = torch.device("cpu")
+    ctx = ScheduleContext(graph, batch_size=15, has_batch=True, device=device, facts=facts, sizes={})
+    schedules.scheduler.scheduler.schedule(ctx)
+    plan = ctx.finish()  # with lanes, and checked for them: on CPU they are joined to one
+    check(plan, graph, 15, tokens)
+    groups = sorted({group for op in graph.ops for group in op.groups})
+    return {
+        "groups": groups,
+        "ranks": _torch.ranks_of(groups),
+        "meeting": sorted(meeting),
+        "lanes": {
+            "network": sorted({t.lane for t in plan.tasks if t.items[0].op in meeting}),
+            "others": sorted({t.lane for t in plan.tasks if t.items[0].op not in meeting}),
+        },
+        "plans": [tasks_of(made) for made in forward.plans],
+        "runs": forward.stats.runs,
+        "sequential_runs": forward.stats.sequential_runs,
+    }
+
+
+def tasks_of(plan: Any) -> dict[str, Any]:
+    items = [[item.op, list(item.micro_batches), task.lane] for task in plan.tasks for item in task.items]
+    return {"parts": len(plan.micro_batches), "items": items}
+
+
+def _declared(self: Any) -> dict[str, Any]:
+    """What is known of the collectives that vLLM has on CUDA, of which nothing runs here."""
+    import torch
+    from vllm.distributed import get_tp_group
+
+    import dynaflow as df
+    from dynaflow.integrations import vllm as integration
+
+    group = get_tp_group()
+    name, ops = group.unique_name, torch.ops.vllm
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        summed = ops.all_reduce(x * 2, group_name=name)
+        wide = ops.all_gather(summed + 1, 1, 2, group_name=name)
+        narrow = ops.reduce_scatter(wide + 1, -1, 2, group_name=name)
+        return ops.reduce_scatter(ops.all_gather(narrow + 1, 0, 2, group_name=name) + 1, 0, 2, group_name=name)
+
+    fast = df.compile(model, "comm_overlap", operators="eager")
+    plan = fast.plan(torch.randn(6, 4))
+    schedules = fast._engine._schedules
+    (graph,) = schedules.graphs.values()
+    lane = {item.op: task.lane for task in plan.tasks for item in task.items}
+    return {
+        "same_group": {integration._torch_group(name), group.device_group.group_name},
+        "ops": [[op.functions[0], op.groups, op.splittable, lane[op.name]] for op in graph.ops if op.groups],
+    }
+
+
+def run_experts(folder: str, schedulers: Settings) -> dict[str, Any]:
+    """A mixture of experts, by vLLM as it is, and under a scheduler."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from dynaflow.integrations import vllm as integration
+
+    (setting,) = schedulers.values()
+    llm = LLM(**vllm_model.settings(folder), enforce_eager=True)
+    stock = serve(llm, queue())
+    del llm
+    cleanup_dist_env_and_memory()
+    llm = LLM(**vllm_model.settings(folder, additional_config={"dynaflow": setting}))
+    served = serve(llm, queue())
+    (forward,) = integration.forwards()
+    return {
+        "stock": dataclasses.asdict(stock),
+        "served": dataclasses.asdict(served),
+        "plans": [tasks_of(plan) for plan in forward.plans],
+    }
+
+
+RUNS = {
+    "stock": run_stock,
+    "scheduled": run_scheduled,
+    "processes": run_processes,
+    "ranks": run_ranks,
+    "experts": run_experts,
+}
+
 if __name__ == "__main__":
     what, folder, result, *given = sys.argv[1:]
-    run = {"stock": run_stock, "scheduled": run_scheduled, "processes": run_processes}[what]
-    made = run(folder, *map(json.loads, given))
-    Path(result).write_text(json.dumps({**made, "process": os.getpid()}))
+    made = RUNS[what](folder, *map(json.loads, given))
+    Path(result).write_text(json.dumps({**made, "process": os.getpid()}, default=list))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.capture import declared
+from dynaflow.capture.work import work_of
 from tests.helpers import Each, compiled, graph_of
 
 CACHE = torch.zeros(64)
@@ -166,3 +167,99 @@ def test_a_plan_that_does_not_wait_is_refused() -> None:
     assert refused == sum(len(plan.tasks[i].after) for i in looks) > 0
     swapped = [replace(t, lane="main") if t.lane == "look" else t for t in plan.tasks]
     df.check(replace(plan, tasks=tuple(swapped), lanes=plan.lanes[:1]), graph, 9)
+
+
+# Collectives
+
+
+@torch.library.custom_op("dynaflow_tests::team_sum", mutates_args=())
+def team_sum(x: Tensor, team: str) -> Tensor:
+    return x.clone()
+
+
+@team_sum.register_fake
+def _(x: Tensor, team: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("dynaflow_tests::team_scatter", mutates_args=())
+def team_scatter(x: Tensor, dim: int, team: str) -> Tensor:
+    return x.chunk(2, dim)[0].clone()
+
+
+@team_scatter.register_fake
+def _(x: Tensor, dim: int, team: str) -> Tensor:
+    return x.chunk(2, dim)[0].clone()
+
+
+class Summing(nn.Module):
+    """In two teams, by turns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = team_sum(x * 2, "red")
+        x = team_sum(x * 3, team="blue")
+        return team_sum(x + 1, "red") - 1
+
+
+@pytest.fixture
+def teams() -> Iterator[None]:
+    known = dict(declared._collectives)
+    df.collective(torch.ops.dynaflow_tests.team_sum, group="team", named=lambda team: f"torch's {team}")
+    df.collective("dynaflow_tests::team_sc*", group="team", dim="dim")
+    yield
+    declared._collectives.clear()
+    declared._collectives.update(known)
+
+
+def test_an_operator_that_nobody_declared_is_no_collective() -> None:
+    fast = compiled(Summing(), "comm_overlap")
+    assert fast.plan(torch.randn(6, 4)).sequential
+    assert not any(op.groups for op in graph_of(fast).ops)
+
+
+@pytest.mark.parametrize("strategy", ["comm_overlap", "nanoflow", "dual_batch", "comet", "token_weave", "searched"])
+def test_strategies_give_declared_collectives_the_lane_of_the_link(teams: None, strategy: str) -> None:
+    x = torch.randn(6, 4)
+    fast = compiled(Summing(), strategy)
+    torch.testing.assert_close(fast(x), Summing()(x))
+    ops = [op for op in graph_of(fast).ops if op.groups]
+    assert [op.groups for op in ops] == [("torch's red",), ("torch's blue",), ("torch's red",)]
+    assert all("network" in op.tags and op.splittable for op in ops)
+    plan, names = fast.plan(x), {op.name for op in ops}
+    if strategy != "searched":  # which has lanes of its own
+        lanes = {task.lane for task in plan.tasks if names & {item.op for item in task.items}}
+        assert lanes == {"network"} or plan.sequential
+
+
+def test_declared_collectives_of_a_group_keep_one_order(teams: None) -> None:
+    """Each micro-batch has a lane of its own, so nothing orders the sums of one before those of the other."""
+    rules = [df.SplitFunc("collective::team_sum", tag="network")]
+    with pytest.raises(df.PlanError, match="wait for each other forever"):
+        compiled(Summing(), Each(rules, split=2, lanes=2))(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize(("dim", "legal"), [(0, False), (-2, False), (1, True), (-1, True)])
+def test_what_is_exchanged_may_not_be_rows(teams: None, dim: int, legal: bool) -> None:
+    class Scattering(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return team_scatter(x + 1, dim, "red") * 2
+
+    x = torch.randn(6, 4)
+    fast = compiled(Scattering(), Each([df.SplitFunc("collective::*")], split=2))
+    torch.testing.assert_close(fast(x), Scattering()(x))
+    (op,) = (op for op in graph_of(fast).ops if op.groups)
+    assert op.groups == ("red",) and op.splittable is legal
+    assert legal or "moves rows of the batch between ranks" in str(op.refusal)
+
+
+def test_the_cost_of_a_declared_collective_is_that_of_one(teams: None) -> None:
+    fast = compiled(Summing(), "comm_overlap")
+    fast(torch.randn(6, 4))
+    op = next(op for op in graph_of(fast).ops if op.groups)
+    work = work_of(graph_of(fast), op, 6)
+    assert work.collectives == (("team_sum", 6 * 4 * 4, "red"),)
+
+
+def test_only_operators_can_be_collectives() -> None:
+    with pytest.raises(df.PartitionError, match=r"collective: .* is no operator"):
+        df.collective(torch.relu, group="group")

@@ -1,0 +1,187 @@
+"""Graphs in a system that serves requests, and that keeps what it knows of a batch outside of the graph.
+
+Its operators look there: in a global of the system, mostly. Called for a micro-batch, such an operator has to find what
+belongs to that micro-batch. So it is told: in its place the graph calls one that takes the numbers of its rows as well,
+and that runs it inside of a context for these rows. The numbers are an input of the graph, cut as any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.declared import by_rows
+from dynaflow.engine import Engine
+from dynaflow.errors import DynaFlowError
+from dynaflow.schedule.plan import Plan
+
+TOLD = "dynaflow_told"
+"""The namespace of the operators that take the others' places, under their names."""
+Within = Callable[[int, int], AbstractContextManager[None]]
+"""The context for the rows from one to another."""
+_library = torch.library.Library(TOLD, "FRAGMENT")
+
+
+def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """From now on `function` is called in place of a method, which it gets as its first argument."""
+    method = getattr(owner, name)
+    setattr(owner, name, functools.wraps(method)(lambda *args, **kwargs: function(method, *args, **kwargs)))
+
+
+class Hosted:
+    """A graph whose operators are told their rows, as its system calls it: with the arguments that it had before."""
+
+    alive: weakref.WeakSet[Hosted] = weakref.WeakSet()
+
+    def __init__(self, run: Callable[..., Any], source: int, engine: Engine) -> None:
+        self.engine, self.stats = engine, engine.stats
+        self._run, self._source = run, source
+        self._numbers = torch.arange(0, dtype=torch.int32)
+        self.alive.add(self)
+
+    def __call__(self, *args: Any) -> Any:
+        rows = args[self._source].shape[0]
+        if len(self._numbers) < rows:
+            self._numbers = torch.arange(2 * rows, dtype=torch.int32)
+        self.begin(rows)
+        return self._run(*args, self._numbers[:rows])
+
+    def begin(self, rows: int) -> None:
+        """Before each call, with the rows of its batch."""
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Those in use."""
+        return self.engine.plans()
+
+
+class Batch:
+    """A batch of requests, one behind the other: what a system has for it, and for each part that operators see.
+
+    `lengths`: the rows of each request; what is left is padding. Requests may be cut wherever `piece` of their rows are
+    complete. `most`: parts that it may be cut into. `why_whole`: why it can't be cut at all, if it can't.
+    """
+
+    def __init__(self, rows: int, lengths: Sequence[int], *, piece: int, most: int, why_whole: str = "") -> None:
+        self.rows, self.most, self.why_whole = rows, most, why_whole
+        self.requests = [n for length in lengths for n in _pieces(length, piece)]
+        """The rows of each, or of each piece of a long one; the last has the padding, too."""
+        self.phase = ""
+        """"prefill", "decode" or "mixed", if it can be cut."""
+        if lengths:
+            self.requests[-1] += rows - sum(lengths)
+            self.phase = "decode" if max(lengths) == 1 else "mixed" if min(lengths) == 1 else "prefill"
+        self.parts: dict[tuple[int, int], Any] = {}
+        """By first and last row: what was made for the parts that were asked for."""
+        self._lock = threading.RLock()
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """For schedulers: see strategies.serving."""
+        if self.why_whole:
+            return {"whole": True}
+        return {"whole": False, "num_tokens": self.requests, "phase": self.phase}
+
+    def part(self, start: int, stop: int) -> Any:
+        """What the system would have for these rows alone."""
+        raise NotImplementedError
+
+    def enter(self, part: Any) -> AbstractContextManager[Any]:
+        """In this context the system's operators find a part."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def entered(self, start: int, stop: int) -> Iterator[None]:
+        """In this context they find these rows. One thread at a time: where they look is a global of the system's."""
+        if (start, stop) == (0, self.rows):
+            yield
+            return
+        with self._lock:
+            if (start, stop) not in self.parts:
+                ends = [0, *itertools.accumulate(self.requests)]
+                if start not in ends or stop not in ends:
+                    raise DynaFlowError(
+                        f"the batch can't be cut into tokens {start} to {stop}: requests end at {ends[1:]}",
+                        advice="cut at request boundaries: ctx.split(n) does",
+                    )
+                if len(self.parts) == self.most:
+                    raise DynaFlowError(f"the batch is cut into more than {self.most} parts", advice="split it less")
+                self.parts[start, stop] = self.part(start, stop)
+            with self.enter(self.parts[start, stop]):
+                yield
+
+
+def _pieces(rows: int, longest: int) -> list[int]:
+    """A request of so many rows, as pieces between which it may be cut."""
+    count = max(1, rows // longest)
+    return [longest] * (count - 1) + [rows - longest * (count - 1)]
+
+
+def tell_rows(
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    asks: Callable[[_torch.OpOverload], bool],
+    within: Within,
+    opaque: type | None = None,
+) -> int | None:
+    """Adds the numbers of the batch's rows to the graph's inputs, for the operators that ask.
+
+    Returns the place of an input that has as many rows; None if no operator asks. They work by rows, and the first
+    tensor that each gets has them. An operator is always called within the same function. `opaque` is the class of the
+    objects among the operators' arguments, if there are any.
+    """
+    called = {n: _overload(n.target) for n in gm.graph.nodes if n.op == "call_function"}
+    asking = {n: overload for n, overload in called.items() if overload is not None and asks(overload)}
+    if not asking:
+        return None
+    size = next(a for a in next(iter(asking)).args if isinstance(a, fx.Node)).meta["example_value"].shape[0]
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    source = next(i for i, n in enumerate(places) if _has_rows(n.meta.get("example_value"), size))
+    with gm.graph.inserting_after(places[-1]):
+        rows = gm.graph.placeholder("dynaflow_rows")
+    like = places[source].meta["example_value"]
+    rows.meta["example_value"] = like.new_empty((size,), dtype=torch.int32, device="cpu")
+    inputs.append(rows.meta["example_value"])
+    by_rows(f"{TOLD}::*")
+    for node, overload in asking.items():
+        node.target = _told(overload, within, opaque)
+        node.args = (rows, *node.args)
+    gm.recompile()
+    return source
+
+
+def _overload(target: Any) -> _torch.OpOverload | None:
+    packet = _torch.packet_of(target)
+    return packet.default if isinstance(packet, _torch.OpOverloadPacket) and "default" in packet.overloads() else None
+
+
+def _has_rows(example: Any, size: Any) -> bool:
+    # As text: to compare symbols would be to assume something of them.
+    return isinstance(example, torch.Tensor) and example.ndim > 0 and str(example.shape[0]) == str(size)
+
+
+@functools.cache
+def _told(op: _torch.OpOverload, within: Within, opaque: type | None) -> Any:
+    name, schema = op._opname, str(op._schema).partition("(")[2]
+    if opaque is not None and "PyObject" in schema:
+        schema = schema.replace("PyObject", _torch.opaque_type_name(opaque))
+    _library.define(f"{name}(Tensor rows, {schema}")
+
+    def run(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        first = int(rows[0])
+        with within(first, first + len(rows)):
+            return op(*args, **kwargs)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{TOLD}::{name}", lambda rows, *a, **k: op(*a, **k), lib=_library)
+    return getattr(getattr(torch.ops, TOLD), name).default

@@ -1,0 +1,229 @@
+"""A system in small that serves requests, and keeps what it knows of a batch in a global."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import dynaflow as df
+from dynaflow import api
+from dynaflow.capture import declared
+from dynaflow.capture.graph import copied
+from dynaflow.hosted import TOLD, Batch, Hosted, tell_rows, wrap
+from dynaflow.strategies.auto import Auto
+from dynaflow.strategies.serving import Serving, serving
+from tests.helpers import Each
+
+MOST = 3
+
+
+class System:
+    """What its operators look at: a number for each row."""
+
+    numbers: Tensor
+    batch: Step
+
+
+@torch.library.custom_op("dynaflow_tests::system_scale", mutates_args=())
+def scale(x: Tensor, layer_name: str) -> Tensor:
+    assert len(System.numbers) == len(x)
+    return x * System.numbers[:, None]
+
+
+@scale.register_fake
+def _(x: Tensor, layer_name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Step(Batch):
+    """Requests of some lengths, and how many numbers were cut for parts of them."""
+
+    def __init__(self, rows: int, lengths: Sequence[int], why_whole: str = "") -> None:
+        super().__init__(rows, lengths, piece=8, most=MOST, why_whole=why_whole)
+        self.numbers = System.numbers
+
+    def part(self, start: int, stop: int) -> Tensor:
+        return self.numbers[start:stop]
+
+    @contextlib.contextmanager
+    def enter(self, part: Tensor) -> Iterator[None]:
+        System.numbers = part
+        try:
+            yield
+        finally:
+            System.numbers = self.numbers
+
+
+def within(start: int, stop: int) -> Any:
+    return System.batch.entered(start, stop)
+
+
+class Server:
+    """A model in the system, under a scheduler."""
+
+    def __init__(self, scheduler: df.OpSchedulerBase) -> None:
+        self.lengths: list[int] = []
+        self.why_whole = ""
+        self.hosted: list[Hosted] = []
+
+        def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+            engine = api._engine(
+                None, {"scheduler": scheduler, "operators": "eager", "facts": lambda: System.batch.facts}
+            )
+            given = [*inputs]
+            gm = copied(gm)
+            source = tell_rows(gm, given, lambda op: op._opname == "system_scale", within)
+            assert source is not None
+            self.hosted.append(Hosted(engine.backend(gm, given), source, engine))
+            return self.hosted[-1]
+
+        def model(x: Tensor) -> Tensor:
+            return scale(torch.relu(scale(x + 1, "first")), "second") - 1
+
+        self.model = model
+        self.compiled = torch.compile(model, backend=backend, dynamic=True)
+
+    def serve(self, lengths: Sequence[int], padding: int = 0, why_whole: str = "") -> list[int]:
+        """Compares what comes of it, and returns the rows of the parts that it was run in."""
+        rows = sum(lengths) + padding
+        x, System.numbers = torch.randn(rows, 4), torch.randn(rows)
+        System.batch = Step(rows, lengths, why_whole)
+        with torch.no_grad():
+            torch.testing.assert_close(self.compiled(x), self.model(x))
+        return [stop - start for start, stop in sorted(System.batch.parts)]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    known = dict(declared._globs)
+    System.numbers, System.batch = torch.zeros(0), None  # type: ignore[assignment]
+    System.batch = Step(2, [1, 1])
+    yield
+    declared._globs.clear()
+    declared._globs.update(known)
+
+
+def test_operators_find_what_belongs_to_their_rows() -> None:
+    server = Server(serving(Each(split=2), MOST))
+    assert server.serve([3, 3]) == [3, 3]
+    assert server.serve([1, 5, 2, 4]) == [6, 6]
+    assert server.serve([1, 1, 1, 1], padding=4) == [3, 5]
+    assert server.serve([40]) == [16, 24]  # between pieces
+    assert server.serve([3, 4], why_whole="because") == []
+    (hosted,) = server.hosted
+    assert hosted in Hosted.alive
+    assert hosted.stats.runs == 5 and len(hosted.plans) >= 3
+    assert any(name.startswith(TOLD) for name in declared._globs)
+
+
+def test_one_plan_serves_all_batches_of_about_the_same_size() -> None:
+    server = Server(serving(Each(split=2), MOST))
+    for lengths in ([9, 9, 3, 3], [4, 5, 6, 7], [2, 20, 2, 4], [7, 7, 7, 3]):
+        assert len(server.serve(lengths)) == 2
+    (hosted,) = server.hosted
+    assert hosted.stats.scheduler_calls == 1
+    server.serve([1, 1, 1, 1])  # another phase
+    server.serve([9, 9, 3, 3], why_whole="because")
+    server.serve([4, 9, 3, 3], why_whole="because")
+    assert hosted.stats.scheduler_calls == 3
+
+
+def test_a_part_is_made_once_and_others_are_refused() -> None:
+    server = Server(serving(Each(split=2), MOST))
+    server.serve([2, 3, 4, 1])
+    batch = System.batch
+    made = batch.parts.copy()
+    with batch.entered(0, 5):
+        assert System.numbers is made[0, 5]
+        with pytest.raises(df.DynaFlowError, match="can't be cut into tokens 0 to 3: requests end at"):
+            within(0, 3).__enter__()
+    with batch.entered(0, 2), pytest.raises(df.DynaFlowError, match=f"more than {MOST} parts"):
+        within(2, 5).__enter__()
+    with batch.entered(0, 10):
+        assert System.numbers is batch.numbers
+
+
+def test_whoever_chooses_may_choose_itself() -> None:
+    class ByLength(Each):
+        def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
+            return self if len(ctx.facts["num_tokens"]) > 2 else df.Sequential()
+
+    server = Server(serving(ByLength(split=3), MOST))
+    assert server.serve([2, 3, 4]) == [2, 3, 4]
+    assert server.serve([2, 3]) == []
+    assert server.serve([2, 3, 4], why_whole="because") == []
+
+
+def test_functions_of_ones_own_take_turns_too() -> None:
+    """One that no other process could find by its name."""
+    calls = []
+
+    class Replacing(df.OpSchedulerBase):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            def own(x: Tensor, *numbers: Tensor) -> Tensor:
+                calls.append(len(x))
+                return x * 0
+
+            ctx.split(2)
+            while ops := ctx.get_ready_ops():
+                for op in ops:
+                    ctx.execute(op, lane=f"lane{op.micro_batch.index}", replace_func=own)
+
+    server = Server(serving(Replacing(), MOST, in_turns=True))
+    System.numbers, System.batch = torch.ones(6), Step(6, [3, 3])
+    with torch.no_grad():
+        assert not server.compiled(torch.randn(6, 4)).any()
+    assert calls == [3, 3]
+
+
+def test_auto_tries_what_would_serve() -> None:
+    tried = []
+
+    class Noted(Auto):
+        def decide(self, ctx: df.ScheduleContext, wrap: Any = None) -> df.OpSchedulerBase:
+            tried.append(wrap(Each(split=2)))
+            return super().decide(ctx, wrap)
+
+    server = Server(serving(Noted(seconds=0.1, when="background", among=[Each(split=2)]), MOST, in_turns=True))
+    server.serve([2, 3, 4])
+    for lengths in ([3, 3, 3], [2, 5, 5], [4, 4, 2]):  # nothing is made anew, whichever is faster
+        before = server.hosted[0].stats.plans
+        server.serve(lengths)
+        assert server.hosted[0].stats.plans == before
+    server.serve([2, 3, 4], why_whole="because")
+    (candidate,) = tried
+    assert isinstance(candidate, Serving) and candidate.most == MOST and candidate.in_turns
+    (hosted,) = server.hosted
+    assert {lane.name for plan in hosted.plans for lane in plan.lanes} <= {"main"}
+
+
+def test_tasks_take_turns_where_kernels_share_memory() -> None:
+    server = Server(serving(Each(split=2, lanes=2), MOST, in_turns=True))
+    assert server.serve([3, 3]) == [3, 3]
+    (plan,) = server.hosted[0].plans
+    assert [lane.name for lane in plan.lanes] == ["main"] and not any(task.after for task in plan.tasks)
+
+
+def test_a_graph_in_which_no_operator_asks_is_left_alone() -> None:
+    gm = fx.symbolic_trace(lambda x: x + 1)
+    before = str(gm.graph)
+    assert tell_rows(gm, [], lambda op: True, within) is None
+    assert str(gm.graph) == before
+
+
+def test_a_method_is_wrapped() -> None:
+    class Thing:
+        def method(self, number: int) -> int:
+            return number
+
+    thing = Thing()
+    wrap(Thing, "method", lambda method, self, number: method(self, number) + 1)
+    wrap(thing, "method", lambda method, number: method(number) * 10)
+    assert thing.method(1) == 20 and Thing().method(1) == 2
+    assert Thing.method.__name__ == "method"
