@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -224,6 +224,35 @@ def compile_operator(
         return results
 
     return call_and_tell
+
+
+def compile_passes(
+    gm: fx.GraphModule, inputs: Sequence[Any], make: Callable[[fx.GraphModule, bool], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A graph that autograd can go back through: `make` gets the forward and the backward graph (True), as Inductor
+    would get them, and returns what runs them. Seen to work on 2.11 and 2.13."""
+    import torch._functorch.config
+    from torch._inductor.compile_fx import compile_fx
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def inner(graph: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        with _disable_current_modes():  # tensors are fake in here, and what we look at is not
+            run = make(graph, bool(options.get("is_backward")))
+
+        def boxed(args: list[Any]) -> Any:
+            taken = tuple(args)
+            args.clear()  # what only this pass needs may go as it runs
+            if not torch._C._len_torch_dispatch_stack():
+                return run(*taken)
+            with _disable_current_modes():  # at the first call AOTAutograd watches, and plans are compiled then
+                return run(*taken)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # it keeps what Inductor makes, and nothing else
+        made: Any = compile_fx(gm, list(inputs), inner_compile=inner)
+    return cast("Callable[..., Any]", made)
 
 
 def _wrapper_is_idle(meta: Any, inputs: int) -> bool:

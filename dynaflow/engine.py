@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
+from dynaflow.capture.graph import copied as copied_graph
 from dynaflow.capture.marks import mark_arguments
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.partition import partition
 from dynaflow.capture.rules import SplitFunc, SplitModule
+from dynaflow.capture.training import Passes, wants_gradients
 from dynaflow.decided import Planned, Schedules, Situation
 from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at
 from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
@@ -117,9 +120,7 @@ class Engine:
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
         requests = len(self.facts().get("num_tokens") or ())
-        _marks.undo = tuple(
-            mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims)
-        )
+        _marks.undo = tuple(mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims))
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
@@ -131,10 +132,31 @@ class Engine:
                     _marks.undo, _marks.again = (*_marks.undo, *more), True
                     raise _torch.restart_capture()  # trace again, now that the batch may vary
             take_marks_back()
-            graph = CapturedGraph(gm, self.parameters, self.batch_dims)
+            if wants_gradients(gm):
+                return self._training(gm, example_inputs)
+            return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             take_marks_back()
             return Raiser(e)
+
+    def _training(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Both passes, each with plans of its own."""
+        passes = Passes(gm, self.parameters, self.batch_dims)
+        try:
+            return _torch.compile_passes(
+                copied_graph(gm), example_inputs, lambda part, back: self._runner(passes.read(part, back))
+            )
+        except DynaFlowError:
+            raise
+        except Exception as e:
+            why = f"{type(e).__name__}: {e}".strip().splitlines()[0]
+            warnings.warn(
+                f"the backward pass can't be traced ({why}); forward runs as scheduled, backward as autograd orders it",
+                stacklevel=2,
+            )
+            return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
+
+    def _runner(self, graph: CapturedGraph) -> GraphRunner:
         self.stats.graphs += 1
         self.stats.graph_breaks += graph.partial
         return GraphRunner(self, graph)
@@ -426,7 +448,7 @@ class Engine:
                 self.stats.plain_graphs += 1
                 self.stats.plain_reasons.append(runner.plain or "")
                 return None, (), {}
-            complete = not self.stats.graph_breaks
+            complete = not self.stats.graph_breaks and runner.graph.phase != "backward"
             graph = partition(runner.graph, found, schedules.rules, complete=complete)
             schedules.graphs[key] = graph
             self.stats.partitions += 1

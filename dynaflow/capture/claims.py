@@ -14,12 +14,14 @@ from torch import fx
 from dynaflow.capture.collectives import waited
 from dynaflow.capture.probe import RNG, Probe
 from dynaflow.capture.rules import (
+    ORIGIN,
     Rule,
     SplitFunc,
     SplitModule,
     marks_of,
     module_calls,
     module_stack,
+    names_of,
     tag_tuple,
     target_names,
 )
@@ -136,6 +138,9 @@ class _Site:
 
 def _called(rule: SplitFunc, node: fx.Node, stack: list[tuple[str, type]]) -> _Site | None:
     """Where the rule's function was called, if `node` is or comes from that call."""
+    call, called = node.meta.get(ORIGIN, ("", None))
+    if call and rule.matches_call(called):
+        return _Site(name=names_of(called)[0], depth=len(stack), frames=(call,))
     if rule.matches(node):
         return _Site(name=target_names(node)[0], depth=len(stack), frames=(node.name,))
     if isinstance(rule.match, types.FunctionType):  # Dynamo inlined it: its nodes remember the frames

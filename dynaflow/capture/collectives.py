@@ -28,7 +28,10 @@ _ALIKE = ("all_reduce", "broadcast", WAIT, "_wrap_tensor_autograd")
 
 def name_of(node: fx.Node) -> str | None:
     """Which of torch's collectives, or wait, the node calls."""
-    target = node.target
+    return _called(node.target)
+
+
+def _called(target: Any) -> str | None:
     if isinstance(target, _torch.OpOverload):
         return target._opname if target.namespace in NAMESPACES else None
     if isinstance(target, _torch.OpOverloadPacket):
@@ -50,9 +53,9 @@ def group_of(node: fx.Node) -> str | None:
     return str(node.kwargs.get("group_name", node.args[-1] if node.args else ""))
 
 
-def is_collective(node: fx.Node) -> bool:
+def is_collective(target: Any) -> bool:
     """It makes ranks meet, or waits for them, as far as can be seen: not inside of a DTensor's method."""
-    return name_of(node) is not None or collective_of(node.target) is not None
+    return _called(target) is not None or collective_of(target) is not None
 
 
 def waited(node: fx.Node) -> fx.Node | None:

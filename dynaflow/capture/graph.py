@@ -8,9 +8,9 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -23,6 +23,7 @@ from dynaflow.capture.shards import use_shards
 from dynaflow.errors import SplitError, nearest
 
 BatchDims = Mapping[str, int | None]
+Phase = Literal["inference", "forward", "backward"]
 DynamicDims = Mapping[str, Sequence[int]]
 
 
@@ -87,10 +88,21 @@ class Input:
 class CapturedGraph:
     """The graph of one capture, uncut, and what is known of its inputs."""
 
-    def __init__(self, gm: fx.GraphModule, parameters: Sequence[str] = (), declared: BatchDims | None = None) -> None:
-        self.gm = gm
-        self.partial = _torch.is_part(gm)
-        self.grad = torch.is_grad_enabled()
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        parameters: Sequence[str] = (),
+        declared: BatchDims | None = None,
+        *,
+        phase: Phase = "inference",
+        partial: bool | None = None,
+        batch_symbols: tuple[sympy.Symbol, ...] | None = None,
+    ) -> None:
+        """`phase`: "forward" or "backward" if it is one of the passes of training, without what autograd does.
+        `batch_symbols`: what may stand for the batch, where inputs don't tell."""
+        self.gm, self.phase = gm, phase
+        self.partial = _torch.is_part(gm) if partial is None else partial
+        self.grad = torch.is_grad_enabled() and phase == "inference"
         make_contiguous(gm)
         self.numbers = Numbers(gm)
         """Those that the graph makes of numbers alone."""
@@ -110,6 +122,17 @@ class CapturedGraph:
                     self._read_hint(size)
             else:
                 self._read_hint(example)
+        self.batch_symbols = tuple(self._batch_symbols()) if batch_symbols is None else batch_symbols
+
+    def _batch_symbols(self) -> Iterator[sympy.Symbol]:
+        """What may stand for the batch, as often as inputs have it."""
+        for given in self.inputs:
+            if given.shape is None or given.owned or not given.shape.size:
+                continue
+            dim = given.batch_dim if self.declared else 0
+            symbols = given.shape.size[dim].free_symbols if dim is not None else ()
+            if len(symbols) == 1:
+                yield from symbols
 
     @property
     def idle(self) -> frozenset[int]:
@@ -149,14 +172,7 @@ class CapturedGraph:
 
         An input's batch may have a symbol of its own: those that have the same value now are taken as one.
         """
-        found: list[sympy.Symbol] = []
-        for given in self.inputs:
-            if given.shape is None or given.owned or not given.shape.size:
-                continue
-            dim = given.batch_dim if self.declared else 0
-            symbols = given.shape.size[dim].free_symbols if dim is not None else ()
-            if len(symbols) == 1:
-                found.extend(symbols)
+        found = [s for s in self.batch_symbols if s in values]
         if not found:
             return ()
         counts = Counter(values[s] for s in found)

@@ -103,7 +103,37 @@ def _spelled(text: str) -> Rule:
     return lambda call: spelled(call, text)
 
 
-_ATTENTION = "bhQD,bhKD,bhKE,?bhQK->bhQE,bh~,-"
+def _attention(text: str) -> Rule:
+    """With dropout its numbers are drawn by place in the batch, and drawn again when it goes backward."""
+
+    def rule(call: Call) -> Signature | Refusal:
+        if call.bound.get("dropout_p"):
+            return call.refuse("draws its dropout by place in the whole batch")
+        wanted = call.bound.get("grad_input_mask", (False,))[-1] or call.bound.get("bias_requires_grad")
+        return call.refuse("sums the gradient of its bias over all rows") if wanted else spelled(call, text)
+
+    return rule
+
+
+_ATTENTION: dict[str, str] = {
+    # queries, keys and values as (batch, head, position, feature)
+    "_scaled_dot_product_flash_attention": "bhQD,bhKD,bhKE->bhQE,bh~,-",
+    """_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+       _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
+       _scaled_dot_product_attention_math scaled_dot_product_attention""": "bhQD,bhKD,bhKE,?bhQK->bhQE,bh~,-",
+    "_scaled_dot_product_flash_attention_backward": "bhQE,bhQD,bhKD,bhKE,bhQE,bh~->bhQD,bhKD,bhKE",
+    "_scaled_dot_product_flash_attention_for_cpu_backward":
+        "bhQE,bhQD,bhKD,bhKE,bhQE,bh~,?bhQK->bhQD,bhKD,bhKE",
+    "_scaled_dot_product_efficient_attention_backward":
+        "bhQE,bhQD,bhKD,bhKE,?bhQK,bhQE,bh~->bhQD,bhKD,bhKE,-",
+    "_scaled_dot_product_cudnn_attention_backward":
+        "bhQE,bhQD,bhKD,bhKE,bhQE,bh~,-,-,?bhQK->bhQD,bhKD,bhKE",
+    "_scaled_dot_product_fused_attention_overrideable_backward":
+        "bhQE,bhQD,bhKD,bhKE,?bhQK,bhQE,bh~->bhQD,bhKD,bhKE,-",
+    # and as (batch, position, head, feature)
+    "_flash_attention_forward": "bQhD,bKhD,bKhE->bQhE,bh~,-",
+    "_efficient_attention_forward": "bQhD,bKhD,bKhE,?bhQK->bQhE,bh~,-",
+}  # fmt: skip
 
 _SPELLED: dict[str, str] = {
     # matrix products
@@ -119,14 +149,6 @@ _SPELLED: dict[str, str] = {
     "_scaled_mm": "iJ,Jk,?iS,?Sk,k,-->ik",
     "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm": "iJ,-,-->iK",
     "_cdist_forward _euclidean_dist": "*pM,*rM->*pr",
-    # attention; queries, keys and values as (batch, head, position, feature)
-    "_scaled_dot_product_flash_attention": "bhQD,bhKD,bhKE->bhQE,bh~,-",
-    """_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
-       _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
-       _scaled_dot_product_attention_math scaled_dot_product_attention""": _ATTENTION,
-    # and as (batch, position, head, feature)
-    "_flash_attention_forward": "bQhD,bKhD,bKhE->bQhE,bh~,-",
-    "_efficient_attention_forward": "bQhD,bKhD,bKhE,?bhQK->bQhE,bh~,-",
     # whole layers, the batch first
     "_native_multi_head_attention": "bQD,bKD,bKD->b~",
     "_transformer_encoder_layer_fwd": "bSD->bSD",
@@ -197,6 +219,7 @@ _REFUSED: dict[str, str] = {
 RULES: dict[str, Rule] = by_name(
     {
         **{names: _spelled(text) for names, text in _SPELLED.items()},
+        **{names: _attention(text) for names, text in _ATTENTION.items()},
         **{names: _along(dim) for dim, names in _ALONG.items()},
         **{names: _never(why) for names, why in _REFUSED.items()},
         _REDUCE: _reduce,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -23,12 +24,17 @@ from dynaflow.capture.pieces import Build, Group, bases_of, is_region, is_spread
 from dynaflow.capture.probe import NodeFacts, Probe
 from dynaflow.capture.rules import Rule
 
+WEIGHTS = "weights"
+"""In a backward pass: the part of an operator, and its tag, that makes gradients of weights."""
+
 
 def partition(graph: CapturedGraph, probe: Probe, rules: Sequence[Rule], *, complete: bool) -> OpGraph:
     """`complete`: the graph is the whole model, so a rule that matches nothing in it is a mistake."""
     work = [n for n in graph.gm.graph.nodes if _is_work(n, probe.facts)]
     claims = claim(work, probe, rules, complete)
     after = _order(work, probe)
+    if graph.phase == "backward":
+        claims = _weights_apart(work, claims, after, probe)
     groups = _group(work, claims, after, probe)
     return Build(graph, probe, groups, after).result()
 
@@ -67,6 +73,28 @@ def _order(work: list[fx.Node], probe: Probe) -> dict[fx.Node, set[fx.Node]]:
         deps.discard(node)
         after[node] = deps
     return after
+
+
+def _weights_apart(
+    work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]], probe: Probe
+) -> dict[fx.Node, Claim | None]:
+    """Of each claim, what sums over rows for the gradients of weights is an operator of its own, and runs whole."""
+    runs: dict[tuple[str, ...], list[fx.Node]] = defaultdict(list)
+    for node in work:
+        if (claim := claims[node]) is not None and claim.splittable is None:
+            runs[claim.key].append(node)
+    found = dict(claims)
+    for run in runs.values():
+        apart = _mixing(run, after, probe)
+        for node in run:
+            if after[node] & apart and not any(dim is not None for dim in probe.dims(node)):  # made of nothing else
+                apart.add(node)
+        for node in apart:
+            claim = claims[node]
+            assert claim is not None
+            key, name = (*claim.key, WEIGHTS), f"{claim.name}.{WEIGHTS}"
+            found[node] = replace(claim, key=key, name=name, tags=claim.tags | {WEIGHTS})
+    return found
 
 
 # 3. group

@@ -282,7 +282,7 @@ class _Run(fx.Interpreter):
         if not (args and tensors_in(facts.value)):
             return
         facts.sized = True
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = _called(node)
         sizes_only = name in _SIZED and all(_is_batch(self.facts[a].value, self.primes) for a in args)
         if name in ("full", "new_full"):
             fill = node.kwargs.get("fill_value", node.args[-1] if len(node.args) > 1 else None)
@@ -370,6 +370,12 @@ _LOOPS = {"_to_copy", "embedding", "index", "_softmax", "mean", "sum", "native_l
           "max_pool2d_with_indices", "avg_pool2d"}  # fmt: skip
 _PRODUCTS = {"linear", "mm", "addmm", "bmm"}
 _COPIES = {"clone", "_to_copy", "copy", "copy_", "contiguous", "_reshape_copy", "lift_fresh_copy", "alias_copy"}
+
+
+def _called(node: fx.Node) -> str:
+    """The name of what a node calls, without an overload's."""
+    target: Any = node.target
+    return target if isinstance(target, str) else getattr(target, "_opname", getattr(target, "__name__", ""))
 
 
 def _name(func: Any) -> str:

@@ -18,6 +18,8 @@ from dynaflow.capture.collectives import is_collective
 from dynaflow.errors import PartitionError, user_line
 
 MARK = "dynaflow"
+ORIGIN = "dynaflow_origin"
+"""Of a node in a pass of training: the name of the call in the model that it is a part of, and what that calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,16 @@ class SplitFunc:
             )
 
     def matches(self, node: fx.Node) -> bool:
-        if isinstance(self.match, str):
-            return any(fnmatch.fnmatchcase(name, self.match) for name in target_names(node))
-        if isinstance(self.match, re.Pattern):
-            return any(self.match.search(name) for name in target_names(node))
         if isinstance(self.match, _torch.OpOverload) and self.match.overloadpacket is node.target:
             return _torch.overload_of(node) is self.match
-        return node.target is self.match or _same_operator(node.target, self.match)
+        return self.matches_call(node.target)
+
+    def matches_call(self, target: Any) -> bool:
+        if isinstance(self.match, str):
+            return any(fnmatch.fnmatchcase(name, self.match) for name in names_of(target))
+        if isinstance(self.match, re.Pattern):
+            return any(self.match.search(name) for name in names_of(target))
+        return target is self.match or _same_operator(target, self.match)
 
     def __str__(self) -> str:
         return f"SplitFunc({_show(self.match)})"
@@ -150,14 +155,17 @@ def tag_tuple(tag: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def target_names(node: fx.Node) -> list[str]:
+    return names_of(node.target)
+
+
+def names_of(target: Any) -> list[str]:
     """The names under which a call may be asked for: short, and with its module or namespace."""
-    target = node.target
     if isinstance(target, str):
         return [target]
     if isinstance(target, (_torch.OpOverload, _torch.OpOverloadPacket)):
         namespace, name = _torch.packet_of(target)._qualified_op_name.split("::")
         exact = [str(target)] if isinstance(target, _torch.OpOverload) else []
-        general = [f"collective::{name}"] if is_collective(node) else []
+        general = [f"collective::{name}"] if is_collective(target) else []
         return [name, *exact, f"{namespace}.{name}", f"{namespace}::{name}", *general]
     name = getattr(target, "__name__", type(target).__name__)
     module = getattr(target, "__module__", None)

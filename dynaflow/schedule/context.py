@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import sympy
 import torch
 
+from dynaflow.capture.graph import Phase
 from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.errors import ScheduleError, SplitError, user_line
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
@@ -131,6 +132,12 @@ class ScheduleContext:
     @cached_property
     def _known(self) -> dict[sympy.Symbol, sympy.Integer]:
         return {symbol: sympy.Integer(n) for symbol, n in {**self._graph.graph.hints, **self.sizes}.items()}
+
+    @property
+    def phase(self) -> Phase:
+        """What is scheduled: "forward" or "backward" in training, else "inference". Operators of both passes have the
+        names of their modules; what makes the gradients of weights is "*.weights", with the tag "weights"."""
+        return self._graph.graph.phase
 
     @property
     def sms(self) -> int:

@@ -1,0 +1,269 @@
+"""Gradients under a schedule: forward and backward in micro-batches and on lanes, beside plain autograd."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynaflow as df
+from tests.helpers import STACK_RULES, Each, Stack, compiled
+from tests.zoo import ZOO
+
+Gradients = dict[str, Tensor]
+
+
+def gradients(model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any], weigh: bool = True) -> Gradients:
+    """Of every parameter, for a loss that gives each element of each result a weight of its own."""
+    model.zero_grad(set_to_none=True)
+    results = [t for t in torch.utils._pytree.tree_leaves(call(**inputs)) if isinstance(t, Tensor) and t.requires_grad]
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(t.shape, generator=generator, dtype=t.dtype) if weigh else 1 for t in results]
+    sum((t * w).sum() for t, w in zip(results, weights, strict=True)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: Gradients, expected: Gradients, tolerance: float = 1e-4) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = max(1.0, gradient.abs().max().item())
+        assert (found[name] - gradient).abs().max().item() <= tolerance * scale, name
+
+
+class Phases(Each):
+    """Notes what it was asked for."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: list[tuple[str, list[str], list[str]]] = []
+
+    def schedule(self, ctx: df.ScheduleContext) -> Any:
+        cut = [op.name for op in ctx.ops if op.splittable]
+        self.asked.append((ctx.phase, [op.name for op in ctx.ops if op.tags], cut))
+        return super().schedule(ctx)
+
+
+TRAINED = ("llama", "mixtral", "bert", "vit", "t5", "branch_cnn")
+
+
+@pytest.mark.parametrize("split", [None, 2, [1, 3]])
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_are_those_of_the_plain_model(name: str, split: Any) -> None:
+    entry = ZOO[name]
+    model = entry.build()
+    if name == "mixtral":
+        model.set_experts_implementation("batched_mm")
+    inputs = entry.inputs(4)
+    expected = gradients(model, model, inputs)
+    rules = [df.SplitModule(path, tag=tag, optional=True) for path, tag in entry.cuts]
+    scheduler = Phases(rules, split=split, lanes=2)
+    fast = df.compile(model, scheduler, operators="eager", verify=True)
+    for _ in range(2):
+        assert_same(gradients(model, fast, inputs), expected)
+    assert [phase for phase, *_ in scheduler.asked] == ["forward", "backward"]
+    assert fast.stats.runs == 4 and not fast.stats.plain_graphs
+
+
+def test_compiled_operators() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(6, 8)
+    expected = gradients(model, model, {"x": x})
+    fast = compiled(model, Each(STACK_RULES, split=3, lanes=2), operators="inductor")
+    assert_same(gradients(model, fast, {"x": x}), expected, 1e-5)
+    assert fast.stats.operators_compiled and fast.stats.runs == 2
+
+
+def test_both_passes_have_the_same_names() -> None:
+    scheduler = Phases(STACK_RULES, split=2)
+    model = Stack()
+    fast = compiled(model, scheduler)
+    fast(torch.randn(4, 8)).sum().backward()
+    (_, forward, _), (phase, backward, cut) = scheduler.asked
+    assert phase == "backward"
+    weights = {name for name in backward if name.endswith(".weights")}
+    assert weights == {f"{name}.weights" for name in forward}
+    assert set(backward) - weights == set(forward) - {"layers.0.attn"}  # before it is nothing that wants a gradient
+    assert set(backward) - weights <= set(cut) and not weights & set(cut)
+
+
+def test_calls_of_functions_are_found_in_both_passes() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.silu(self.inner(x))
+            return self.outer(nn.functional.softmax(x, dim=-1)) * nn.functional.silu(x)
+
+    rules = [df.SplitFunc(nn.functional.silu, tag="gate"), df.SplitFunc("*softmax*", tag="soft")]
+    scheduler = Phases(rules, split=2, lanes=2)
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(4, 8)
+    expected = gradients(model, model, {"x": x})
+    assert_same(gradients(model, compiled(model, scheduler), {"x": x}), expected)
+    (_, forward, _), (_, backward, _) = scheduler.asked
+    assert forward == ["silu", "softmax", "silu#2"]
+    assert set(forward) <= set(backward)  # what is computed again for other operators comes in pieces of its own
+    assert {name.partition("#")[0] for name in backward} == {"silu", "softmax"}
+
+
+def test_other_batch_sizes_need_no_other_capture() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    fast = compiled(model, Each(STACK_RULES, split=2, lanes=2))
+    for rows in (6, 4, 7):
+        x = torch.randn(rows, 8)
+        assert_same(gradients(model, fast, {"x": x}), gradients(model, model, {"x": x}))
+    assert fast.stats.graphs == 2
+
+
+def test_gradients_accumulate_and_reach_the_inputs() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        model(x).square().sum().backward()
+    expected = {n: p.grad for n, p in model.named_parameters()} | {"x": x.grad}
+    model.zero_grad()
+    x.grad = None
+    fast = compiled(model, Each(STACK_RULES, split=2, lanes=2))
+    for _ in range(2):
+        fast(x).square().sum().backward()
+    assert_same({n: p.grad for n, p in model.named_parameters()} | {"x": x.grad}, expected)  # type: ignore[dict-item]
+
+
+def test_frozen_parameters_and_tied_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.outer = nn.Linear(8, 8)
+            self.outer.weight = self.inner.weight
+            self.fixed = nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(torch.relu(self.fixed(self.inner(x)))) + self.inner(x)
+
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(6, 8)
+    expected = gradients(model, model, {"x": x})
+    rules = [df.SplitModule("inner"), df.SplitModule("outer"), df.SplitModule("fixed")]
+    fast = compiled(model, Each(rules, split=3, lanes=2))
+    found = gradients(model, fast, {"x": x})
+    assert_same(found, expected)
+    assert "fixed.weight" not in found
+
+
+def test_a_loss_of_the_whole_batch() -> None:
+    """The mean is taken over all rows, whatever the split."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = Stack()
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.stack(x), target)
+
+    torch.manual_seed(0)
+    model, x, target = WithLoss(), torch.randn(7, 8), torch.randint(0, 3, (7,))
+    inputs = {"x": x, "target": target}
+    expected = gradients(model, model, inputs, weigh=False)
+    rules = [df.SplitModule("stack.layers.*", tag="block")]
+    fast = compiled(model, Each(rules, split=[4, 2, 1], lanes=2))
+    assert_same(gradients(model, fast, inputs, weigh=False), expected)
+
+
+def test_inference_between_steps() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(4, 8)
+    fast = compiled(model, Each(STACK_RULES, split=2, lanes=2))
+    expected = gradients(model, model, {"x": x})
+    assert_same(gradients(model, fast, {"x": x}), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+    assert_same(gradients(model, fast, {"x": x}), expected)
+
+
+def test_steps_of_an_optimizer_follow_the_plain_model() -> None:
+    def losses(compile_: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = Stack()
+        call = compiled(model, Each(STACK_RULES, split=2, lanes=2)) if compile_ else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in range(50):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+            loss = (call(x) - x[:, :3]).square().mean()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    found, expected = losses(True), losses(False)
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < 0.8 * expected[0], "nothing was learned"
+
+
+def test_dropout_draws_for_the_whole_batch() -> None:
+    """What is kept in the forward pass is what gradients flow through."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.inner(x), 0.5)
+
+    torch.manual_seed(0)
+    model, x = Dropped(), torch.randn(8, 16, requires_grad=True)
+    fast = compiled(model, Each([df.SplitModule("inner")], split=2, lanes=2))
+    out = fast(x)
+    out.backward(torch.ones_like(out))
+    kept = (out != 0).to(x.dtype) * 2
+    torch.testing.assert_close(x.grad, kept @ model.inner.weight)
+    assert not torch.equal(kept[:4], kept[4:]), "both halves drew the same numbers"
+
+
+def test_a_backward_that_cant_be_traced_says_so() -> None:
+    @torch.library.custom_op("dynaflow_tests::forward_only", mutates_args=())
+    def forward_only(x: Tensor) -> Tensor:
+        return x * 2
+
+    @forward_only.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float(gradient.sum())  # looks at data
+
+    torch.library.register_autograd("dynaflow_tests::forward_only", backward)
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward_only(self.inner(x))
+
+    torch.manual_seed(0)
+    model, x = Odd(), torch.randn(4, 8)
+    expected = gradients(model, model, {"x": x})
+    fast = compiled(model, Each([df.SplitModule("inner")], split=2))
+    with pytest.warns(UserWarning, match="backward pass can't be traced"):
+        found = gradients(model, fast, {"x": x})
+    assert_same(found, expected)
+
+
+def test_nothing_is_said_where_all_is_well() -> None:
+    fast = compiled(Stack(), Each(STACK_RULES, split=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fast(torch.randn(4, 8)).sum().backward()
