@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks import link
 from benchmarks.settings import Settings
 from benchmarks.suite import run
-from tests.distributed import four, mistakes, two
+from tests.distributed import four, mistakes, training, two
 from tests.distributed.launch import Outcome, launch
 
 pytestmark = [
@@ -39,6 +39,11 @@ def test_two_ranks(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("case", four.CASES)
 def test_four_ranks(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
     outcome("four", 4, 120.0).check(case, 4)
+
+
+@pytest.mark.parametrize("case", training.CASES)
+def test_two_ranks_that_train(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
+    outcome("training", 2, 240.0).check(case, 2)
 
 
 @pytest.mark.parametrize("case", mistakes.CASES)
