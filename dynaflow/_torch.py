@@ -255,6 +255,16 @@ def compile_passes(
     return cast("Callable[..., Any]", made)
 
 
+def saved_results() -> slice:
+    """Which results of the forward graph that is being compiled are tensors that the backward graph gets."""
+    from torch._guards import TracingContext
+
+    meta = TracingContext.get().fw_metadata
+    assert meta is not None
+    found: slice = meta.tensors_saved_for_backwards_slice
+    return found
+
+
 def _wrapper_is_idle(meta: Any, inputs: int) -> bool:
     """Whether a compiled graph needs nothing done around it: no view to make again, no write to finish."""
     return (

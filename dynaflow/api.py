@@ -48,6 +48,7 @@ def compile(
     cudagraph: CudaGraph = None,
     static_inputs: Sequence[str] = (),
     on_task: OnTask | None = None,
+    offload_saved: int | None = None,
 ) -> CompiledModel:
     """Returns the model with its operators run as `scheduler` says. The model itself is left as it is.
 
@@ -66,6 +67,8 @@ def compile(
         CUDA graph uses them in place. Parameters, buffers, tensors marked by torch._dynamo.mark_static_address
         and inputs that the model writes are used in place anyway; others are copied in.
     on_task: called as on_task(task, "start" | "stop") around each task, on its lane, for instrumentation.
+    offload_saved: in training, what the forward pass saves for the backward pass goes to host memory, if it has that
+        many bytes; the scheduler "prefetch" has the copy engines do it beside the computation.
     """
     return CompiledModel(
         model,
@@ -83,6 +86,7 @@ def compile(
                 "cudagraph": cudagraph,
                 "static_inputs": static_inputs,
                 "on_task": on_task,
+                "offload_saved": offload_saved,
             },
         ),
         fullgraph,

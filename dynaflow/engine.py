@@ -87,7 +87,9 @@ class Engine:
         static_inputs: Sequence[str] = (),
         on_task: OnTask | None = None,
         parameters: tuple[str, ...] = (),
+        offload_saved: int | None = None,
     ) -> None:
+        self.offload_saved = offload_saved
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
         self.dynamic_dims = dynamic_dims or {}
         self.stats = Stats()
@@ -141,14 +143,21 @@ class Engine:
 
     def _training(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Both passes, each with plans of its own."""
-        passes = Passes(gm, self.parameters, self.batch_dims)
+        passes = Passes(gm, self.parameters, self.batch_dims, self.offload_saved)
+        ours: list[Exception] = []
+
+        def make(part: fx.GraphModule, backward: bool) -> GraphRunner:
+            try:
+                return self._runner(passes.read(part, backward))
+            except Exception as e:
+                ours.append(e)
+                raise
+
         try:
-            return _torch.compile_passes(
-                copied_graph(gm), example_inputs, lambda part, back: self._runner(passes.read(part, back))
-            )
-        except DynaFlowError:
-            raise
+            return _torch.compile_passes(copied_graph(gm), example_inputs, make)
         except Exception as e:
+            if ours:
+                raise
             why = f"{type(e).__name__}: {e}".strip().splitlines()[0]
             warnings.warn(
                 f"the backward pass can't be traced ({why}); forward runs as scheduled, backward as autograd orders it",

@@ -110,11 +110,21 @@ def fetch_into(host: Tensor, device: torch.device, out: Tensor) -> None:
     out.copy_(host, non_blocking=host.is_cpu)
 
 
+def store(x: Tensor) -> Tensor:
+    """A copy in host memory, which is pinned if the tensor is on CUDA. It is made on the current stream: complete for
+    what runs there later, such as a fetch, and for nobody else. Parts of it could only be joined by the host, which
+    does not wait: so it is one operator for all rows."""
+    out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+    return out.copy_(x, non_blocking=True)
+
+
 _library = torch.library.Library("dynaflow", "FRAGMENT")
 # Element by element, says the tag: so a host tensor that carries the batch can be fetched in parts, and the result be
 # written straight into memory that is given.
 _library.define("fetch(Tensor host, Device device) -> Tensor", tags=(torch.Tag.pointwise,))
 _library.impl("fetch", fetch, "CompositeExplicitAutograd")
+_library.define("store(Tensor x) -> Tensor")
+_library.impl("store", store, "CompositeExplicitAutograd")
 
 
 def _fake_fetch(host: Tensor, device: torch.device) -> Tensor:
@@ -129,7 +139,12 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return grad.to(ctx.place), None
 
 
+def _fake_store(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
+
+
 torch.library.register_fake("dynaflow::fetch", _fake_fetch, lib=_library)
+torch.library.register_fake("dynaflow::store", _fake_store, lib=_library)
 torch.library.register_autograd("dynaflow::fetch", _gradient, setup_context=_keep_place, lib=_library)
 
 

@@ -29,6 +29,7 @@ OPTIONS = (
     "cudagraph",
     "static_inputs",
     "on_task",
+    "offload_saved",
 )
 """Those of `dynaflow.compile`, where they are explained."""
 

@@ -182,7 +182,7 @@ class Recorder(_torch.TorchDispatchMode):
             self._add_all(given, made, how(args, kwargs, out))
         elif library in (*NAMESPACES, "c10d_functional") or collective_of(func) is not None:
             self._add(given, made or written, _collective(name, given, args, kwargs))
-        elif name in ("_to_copy", "copy_", "fetch") and _crosses(given, made or written):
+        elif name in ("_to_copy", "copy_", "fetch", "store") and _crosses(given, made or written):
             target = (made or written)[0]
             kind: Kind = "copy_out" if target.device.type == "cpu" else "copy_in"
             self._add(given, [target], Kernel(kind=kind, name=name, bytes=_bytes(target)))

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.capture.calls import is_view
 from dynaflow.capture.graph import BatchDims, CapturedGraph, copied
 from dynaflow.capture.rules import ORIGIN
 
@@ -27,14 +28,18 @@ def wants_gradients(gm: fx.GraphModule) -> bool:
 class Passes:
     """The two passes of one captured model."""
 
-    def __init__(self, gm: fx.GraphModule, parameters: Sequence[str], declared: BatchDims | None) -> None:
-        self._parameters, self._declared = parameters, declared
+    def __init__(
+        self, gm: fx.GraphModule, parameters: Sequence[str], declared: BatchDims | None, offload_saved: int | None
+    ) -> None:
+        self._parameters, self._declared, self._at_least = parameters, declared, offload_saved
         self._partial = _torch.is_part(gm)
         places = gm.graph.find_nodes(op="placeholder")
         self._inputs = {f"primals_{i}": node.meta for i, node in enumerate(places, 1)}
         """Of the graph that Dynamo made; AOTAutograd gives them these names, in both passes."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
         self._forward: CapturedGraph | None = None
+        self._stored: dict[str, fx.Node] = {}
+        """What the forward pass stores in host memory, by the name that it has in both passes."""
 
     def read(self, gm: fx.GraphModule, backward: bool) -> CapturedGraph:
         """One of the passes. The forward pass comes first."""
@@ -43,6 +48,8 @@ class Passes:
             self._name_as_dynamo_does(node)
             if backward and node.op == "call_function" and not node.meta.get("nn_module_stack"):
                 node.meta["nn_module_stack"] = _around(node)
+        if self._at_least is not None:
+            self._fetch(gm) if backward else self._store(gm, self._at_least)
         rows = self._forward.batch_symbols if backward and self._forward is not None else None
         graph = CapturedGraph(
             gm, self._parameters, self._declared if rows is None else None,
@@ -52,6 +59,36 @@ class Passes:
             self._forward = graph
         return graph
 
+
+    def _store(self, gm: fx.GraphModule, at_least: int) -> None:
+        """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
+        (output,) = gm.graph.find_nodes(op="output")
+        results, saved = list(output.args[0]), range(len(output.args[0]))[_torch.saved_results()]
+        returned = {results[i] for i in range(len(results)) if i not in saved}
+        for i in saved:
+            node = results[i]
+            made = _base(node).op == "call_function" and node not in returned  # not a view of a weight, nor a result
+            if made and _is_large(node.meta["val"], at_least):
+                with gm.graph.inserting_after(node):
+                    results[i] = gm.graph.call_function(torch.ops.dynaflow.store.default, (node,))
+                results[i].meta = {**node.meta, "example_value": _on_host(node.meta["val"])}
+                self._stored[node.name] = node
+        output.args = (tuple(results),)
+        gm.recompile()
+
+    def _fetch(self, gm: fx.GraphModule) -> None:
+        """And comes back where it is used first."""
+        for node in gm.graph.find_nodes(op="placeholder"):
+            made = self._stored.get(node.name)
+            if made is None or not node.users:
+                continue
+            value = node.meta["val"]
+            with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n in node.users)):
+                fetched = gm.graph.call_function(torch.ops.dynaflow.fetch.default, (node, value.device))
+            fetched.meta = {**made.meta, "example_value": value}
+            node.replace_all_uses_with(fetched, lambda user, own=fetched: user is not own)
+            node.meta["example_value"] = _on_host(value)
+        gm.recompile()
 
     def _name_as_dynamo_does(self, node: fx.Node) -> None:
         meta = node.meta
@@ -64,6 +101,30 @@ class Passes:
             meta[ORIGIN] = (call, self._calls[call])
         if node.op == "placeholder" and "grapharg" in self._inputs.get(node.name, ()):
             meta["grapharg"] = self._inputs[node.name]["grapharg"]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a node is a view of; itself, if it is none."""
+    while isinstance(node.target, _torch.OpOverload) and is_view(node.target._schema):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_large(value: Any, at_least: int) -> bool:
+    """Floating-point data of its own that is worth a copy; what is spread out in memory stays where it is."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    sizes, strides = ([_torch.hinted(n) for n in ns] for ns in (value.size(), value.stride()))
+    complete = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size != 1 and stride != complete:
+            return False
+        complete *= size
+    return bool(complete * value.element_size() >= at_least)
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    return value.new_empty_strided(value.size(), value.stride(), device="cpu")
 
 
 def _around(node: fx.Node) -> dict[str, Any]:

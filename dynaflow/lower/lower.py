@@ -235,7 +235,7 @@ class Lowerer:
         if self.cudagraph is None or job.device.type != "cuda" or self.on_task is not None:
             return False
         elsewhere = [i.name for i in self._used(job) if i.shape is not None and not _capturable(i)]
-        if job.graph.graph.grad:
+        if job.graph.graph.grad or job.graph.graph.phase != "inference":
             return self._refuse("the graph is captured with gradients on: use torch.no_grad() or inference_mode()")
         if elsewhere:
             return self._refuse(f"input {elsewhere[0]!r} is not on the GPU")

@@ -2,7 +2,8 @@
 
 A model larger than the device's memory then runs as fast as it computes or as fast as its weights are copied,
 whichever takes longer. `df.offload(model, device)` puts the weights into host memory; anything else that a model
-fetches by `torch.ops.dynaflow.fetch`, a cache or an activation, is treated alike.
+fetches by `torch.ops.dynaflow.fetch`, such as a cache, is treated alike. What training saves for the backward pass goes
+there beside the computation, and comes back in the same way (`df.compile(..., offload_saved=1 << 20)`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch
 
 import dynaflow as df
 
-FETCH = "fetch"
+FETCH, STORE = "fetch", "store"
 
 
 class Prefetch(df.OpSchedulerBase):
     """Fetches on a lane of their own, `ahead` operators before the one that uses them; the rest as `inner` says.
 
     Memory is that of `ahead` + 1 operators' weights: each fetch waits until an earlier operator is done with its own.
+    What is stored goes on another lane, and operators wait until no more than `ahead` results are on their way.
     `inner` sees the graph without fetches; its own `key` is not asked. None: all in order, on one lane.
     """
 
@@ -31,10 +33,14 @@ class Prefetch(df.OpSchedulerBase):
         self.inner, self.ahead = inner or df.Sequential(), ahead
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
-        return [*self.inner.partition(), df.SplitFunc(torch.ops.dynaflow.fetch, tag=FETCH, optional=True)]
+        return [
+            *self.inner.partition(),
+            df.SplitFunc(torch.ops.dynaflow.fetch, tag=FETCH, optional=True),
+            df.SplitFunc(torch.ops.dynaflow.store, tag=STORE, optional=True),
+        ]
 
     def schedule(self, ctx: df.ScheduleContext) -> Any:
-        if not any(FETCH in op.tags for op in ctx.ops):
+        if not any(op.tags & {FETCH, STORE} for op in ctx.ops):
             return self.inner.schedule(ctx)
         rest: Any = _WithoutFetches(ctx, self.ahead)
         return self.inner.schedule(rest)
@@ -56,11 +62,13 @@ class _Load:
 
 
 class _WithoutFetches:
-    """The context as the inner scheduler sees it: fetches are not there, and are issued when their turn comes."""
+    """The context as the inner scheduler sees it: fetches and stores are not there, and are issued in their turn."""
 
     def __init__(self, ctx: df.ScheduleContext, ahead: int) -> None:
         self._ctx, self._ahead = ctx, ahead
-        self.ops = tuple(op for op in ctx.ops if FETCH not in op.tags)
+        self.ops = tuple(op for op in ctx.ops if not op.tags & {FETCH, STORE})
+        self._unstored = [op for op in ctx.ops if STORE in op.tags]
+        self._stored: list[df.OpItem] = []  # on their way, and nobody waits for them yet
         self._left: dict[int, set[int]] = {}  # operator -> micro-batches for which it has not been executed
         self._begun: set[int] = set()  # operators that have been executed for some micro-batch
         self._held: list[_Load] = []  # issued, and no later fetch waits for the end of its use
@@ -77,7 +85,7 @@ class _WithoutFetches:
 
     def get_ready_ops(self) -> list[df.OpItem]:
         self._fetch_ahead()
-        ready = [item for item in self._ctx.get_ready_ops() if FETCH not in item.tags]
+        ready = [item for item in self._ctx.get_ready_ops() if not item.tags & {FETCH, STORE}]
         unused = [load for load in self._held if not self._is_begun(load)]
         if not self._todo or len(unused) > self._ahead:
             return ready
@@ -89,10 +97,15 @@ class _WithoutFetches:
         items = list(ops) if isinstance(ops, Sequence) else [ops]
         for load in [load for load in self._todo if any(item.op in load.users for item in items)]:
             self._fetch(load)  # out of turn: it is used now
+        if len(self._stored) > self._ahead:  # stores run one after the other: the last of these is enough
+            done = self._stored[-1 - self._ahead]
+            kwargs["after"] = [*kwargs.get("after", ()), done]
+            del self._stored[: -self._ahead or None]
         self._ctx.execute(ops, *args, **kwargs)
         for item in items:
             self._begun.add(item.op.index)
             self._left[item.op.index].difference_update(item.micro_batches)
+        self._store_made()
         self._fetch_ahead()
 
     def sequential(self) -> None:
@@ -109,6 +122,13 @@ class _WithoutFetches:
             if not room and following not in self._todo[0].users:
                 break
             self._fetch(self._todo[0])
+
+    def _store_made(self) -> None:
+        for store in [op for op in self._unstored if all(self._is_done(a) for a in op.after)]:
+            self._unstored.remove(store)
+            for item in self._ctx.items(store):
+                self._ctx.execute(item, lane="store")
+                self._stored.append(item)
 
     def _fetch(self, load: _Load) -> None:
         """On the copy lane, and so late that no more than `ahead` others are in memory."""

@@ -268,3 +268,68 @@ def test_nothing_is_said_where_all_is_well() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         fast(torch.randn(4, 8)).sum().backward()
+
+
+# What forward saves for backward, in host memory
+
+
+class Noting(df.strategies.Prefetch):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.plans: dict[str, df.Plan] = {}
+
+    def schedule(self, ctx: df.ScheduleContext) -> Any:
+        plan = super().schedule(ctx) or ctx.finish()
+        self.plans[ctx.phase] = plan
+        return plan
+
+
+def tasks_of(plan: df.Plan, part: str) -> list[tuple[int, df.Task]]:
+    return [(i, task) for i, task in enumerate(plan.tasks) if part in task.items[0].op]
+
+
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+@pytest.mark.parametrize("split", [None, 2])
+def test_saved_activations_go_to_the_host_and_come_back(split: int | None, operators: str) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(blocks=3), torch.randn(6, 8)
+    expected = gradients(model, model, {"x": x})
+    scheduler = Noting(Each(STACK_RULES, split=split))
+    fast = df.compile(model, scheduler, operators=operators, offload_saved=1, verify=True)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert_same(gradients(model, fast, {"x": x}), expected, 1e-5)
+    stored, fetched = tasks_of(scheduler.plans["forward"], "store"), tasks_of(scheduler.plans["backward"], "fetch")
+    assert len(stored) >= 3 and len(fetched) == len(stored) * (split or 1)
+    assert {task.lane for _, task in stored} == {"store"} and {task.lane for _, task in fetched} == {"copy"}
+    assert not any("head" in task.items[0].op for _, task in stored), "a weight was stored"
+    # With one result on its way, the one before it is gone when anything else is made.
+    for (_, _), (second, _), (third, _) in zip(stored, stored[1:], stored[2:]):
+        between = scheduler.plans["forward"].tasks[second + 1 : third]
+        assert any(after for task in between for after in task.after), "nobody waits for what was stored"
+
+
+def test_small_results_stay_and_so_do_all_without_the_option() -> None:
+    model, x = Stack(), torch.randn(6, 8)
+    for option in (None, 1 << 20):
+        scheduler = Noting(Each(STACK_RULES, split=None))
+        fast = df.compile(model, scheduler, operators="eager", offload_saved=option)
+        fast(x).sum().backward()
+        assert not tasks_of(scheduler.plans["forward"], "store")
+        assert not tasks_of(scheduler.plans["backward"], "fetch")
+
+
+def test_results_that_are_saved_as_well_stay_where_the_caller_looks_for_them() -> None:
+    class Exponential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.exp(self.inner(x))  # which is also what its gradient is made of
+
+    torch.manual_seed(0)
+    model, x = Exponential(), torch.randn(4, 8)
+    expected = gradients(model, model, {"x": x})
+    fast = df.compile(model, df.strategies.Prefetch(), operators="eager", offload_saved=1)
+    assert_same(gradients(model, fast, {"x": x}), expected)
+    torch.testing.assert_close(fast(x), model(x))
