@@ -10,13 +10,15 @@ import multiprocessing
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.queues import SimpleQueue
 from random import Random
 from typing import Any
 
 import torch
 
-from tests.fuzz.cases import Tally, draw_case, judge_mutants, run_case, run_door
+from tests.fuzz.cases import Tally, draw_case, judge_mutants, run_case, run_door, run_training
 from tests.fuzz.graphs import Dice, random_graph
 
 CHUNK = 500
@@ -42,36 +44,43 @@ def run_one(number: int, tally: Tally) -> str | None:
             case.close()
 
 
-def door_one(number: int, tally: Tally) -> str | None:
+def door_one(number: int, tally: Tally, run: Callable[..., None] = run_door) -> str | None:
     """Runs a case through `dynaflow.compile`."""
     dice = Dice(Random(number))
     try:
-        run_door(random_graph(dice), dice, tally)
+        run(random_graph(dice), dice, tally)
         return None
     except Exception:
         return traceback.format_exc(chain=False)
 
 
-def _chunk(first: int, last: int, door: bool, findings: SimpleQueue[Any]) -> None:
+WAYS: dict[str, Callable[[int, Tally], str | None]] = {
+    "engine": run_one,
+    "door": door_one,
+    "train": partial(door_one, run=run_training),
+}
+
+
+def _chunk(first: int, last: int, way: str, findings: SimpleQueue[Any]) -> None:
     torch.set_num_threads(1)
     tally = Tally()
     for number in range(first, last):
         faulthandler.dump_traceback_later(HANGS, exit=True)
         findings.put(("at", number))
         with contextlib.redirect_stderr(io.StringIO()):  # torch.fx prints where eager refuses a program
-            problem = (door_one if door else run_one)(number, tally)
+            problem = WAYS[way](number, tally)
         if problem:
             findings.put(("finding", number, problem))
     faulthandler.cancel_dump_traceback_later()
     findings.put(("done", tally))
 
 
-def show(number: int, door: bool) -> int:
+def show(number: int, way: str) -> int:
     """One case in full."""
     tally = Tally()
-    if door:
+    if way != "engine":
         print(random_graph(Dice(Random(number))))
-        problem = door_one(number, tally)
+        problem = WAYS[way](number, tally)
     else:
         case = draw_case(Dice(Random(number)))
         print(case, f"\n{found.plan.code}" if (found := case.lowered()) else "")
@@ -86,18 +95,19 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20000)
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="show and run this case alone")
-    parser.add_argument("--door", action="store_true", help="go through dynaflow.compile (slow)")
+    parser.add_argument("--way", choices=list(WAYS), default="engine",
+                        help="door: through dynaflow.compile (slow); train: that, with gradients")  # fmt: skip
     options = parser.parse_args()
     if options.case is not None:
-        return show(options.case, options.door)
+        return show(options.case, options.way)
     tally, findings = Tally(), 0
     started = time.perf_counter()
-    again = "python -m tests.fuzz" + " --door" * options.door
+    again = f"python -m tests.fuzz --way {options.way}"
     end = options.start + options.cases
     context = multiprocessing.get_context("fork")
     for first in range(options.start, end, CHUNK):
         queue = context.SimpleQueue()
-        worker = context.Process(target=_chunk, args=(first, min(first + CHUNK, end), options.door, queue))
+        worker = context.Process(target=_chunk, args=(first, min(first + CHUNK, end), options.way, queue))
         worker.start()
         at, done = first, False
         while not done and (worker.is_alive() or not queue.empty()):

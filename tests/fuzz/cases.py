@@ -287,3 +287,45 @@ def run_door(graph: RandomGraph, dice: Dice, tally: Tally) -> None:
             del dims[unused]
             torch._dynamo.reset()
     tally.cases += 1
+
+
+def run_training(graph: RandomGraph, dice: Dice, tally: Tally) -> None:
+    """The same with gradients: of all inputs, for a loss in which each element of each result counts differently."""
+    torch._dynamo.reset()
+    text, names = graph.source()
+    exec(compile(text, "<fuzz>", "exec"), names)
+
+    def model(*given: torch.Tensor) -> Any:
+        return names["model"](*(t.clone() for t in given))  # what wants a gradient must not be written
+
+    batch, seed = 2 + dice.below(7), dice.below(100)
+    try:
+        expected = _gradients(model, graph.tensors(batch, seed))
+    except (RuntimeError, IndexError, ValueError) as e:
+        if isinstance(e, df.DynaFlowError):
+            raise
+        tally.undefined += 1
+        return
+    if not any(g is not None for g in expected):
+        tally.plain += 1
+        return
+    fast = df.compile(model, RandomScheduler(dice, []), operators="eager", fullgraph=True)
+    found = _gradients(fast, graph.tensors(batch, seed))
+    for given, e, f in zip(graph.inputs, expected, found, strict=True):
+        if (e is None) != (f is None):
+            raise Mismatch(f"the gradient of {given.name} is {f} instead of {e}")
+        if e is not None and f is not None and not torch.allclose(e, f, rtol=1e-7, atol=1e-7, equal_nan=True):
+            raise Mismatch(f"the gradient of {given.name} is\n{f}\ninstead of\n{e}")
+    tally.cases += 1
+
+
+def _gradients(function: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    given = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    results = [r for r in function(*given) if isinstance(r, torch.Tensor) and r.requires_grad]
+    random = torch.Generator().manual_seed(3)
+    loss = sum((r * torch.rand(r.shape, generator=random, dtype=r.dtype)).sum() for r in results)
+    if not results:
+        return [None for _ in given]
+    wanted = [t for t in given if t.requires_grad]
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))  # type: ignore[arg-type]
+    return [next(found) if t.requires_grad else None for t in given]

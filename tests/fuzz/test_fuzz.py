@@ -6,7 +6,7 @@ DYNAFLOW_FUZZ_CASES sets the number of cases; `python -m tests.fuzz --cases N` r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.cases import Tally, draw_case, judge_mutants, run_case, run_door
+from tests.fuzz.cases import Tally, draw_case, judge_mutants, run_case, run_door, run_training
 from tests.fuzz.graphs import Dice, random_graph
 
 CASES = int(os.environ.get("DYNAFLOW_FUZZ_CASES", "500"))
@@ -78,15 +78,16 @@ def test_check_catches_illegal_plans(capsys: pytest.CaptureFixture[str]) -> None
     assert tally.killed.total() == tally.mutants.total() - tally.redundant.total()
 
 
-def test_the_front_door_agrees() -> None:
-    """The same programs as Python source, captured by Dynamo."""
+@pytest.mark.parametrize("run", [run_door, run_training])
+def test_the_front_door_agrees(run: Callable[..., None]) -> None:
+    """The same programs as Python source, captured by Dynamo; and with gradients."""
     tally = Tally()
     for seed in range(DOOR_CASES):
         dice = Dice(Random(seed))
         graph = random_graph(dice)
         try:
-            run_door(graph, dice, tally)
+            run(graph, dice, tally)
         except Exception as e:
             e.add_note(f"case {seed}:\n{graph}")
             raise
-    assert tally.cases >= 0.8 * DOOR_CASES
+    assert tally.cases >= 0.6 * DOOR_CASES
