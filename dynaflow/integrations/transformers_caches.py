@@ -163,12 +163,12 @@ def _shapes(one: Layer) -> tuple[_Shape, _Shape, _Shape]:
 def _settle(one: Layer, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor) -> None:
     """As the layer's lazy_initialization does, but with tensors that are there."""
     layer, longest = one.layer, one.layer.max_cache_len
-    layer.max_cache_len = 0
+    layer.max_cache_len, layer.cumulative_length = 0, length
     try:
         layer.lazy_initialization(one.keys, one.values)
     finally:
         layer.max_cache_len = longest
-    layer.keys, layer.values, layer.cumulative_length = keys, values, length
+    layer.keys, layer.values = keys, values
     for tensor in (keys, values, length):
         torch._dynamo.mark_static_address(tensor)
 

@@ -302,6 +302,18 @@ def test_what_an_earlier_call_left_does_no_harm() -> None:
             torch.empty(0).set_(storage).fill_(torch.nan)
 
 
+def test_memory_serves_all_modes() -> None:
+    """A tensor that is made in inference mode can't be written outside of it."""
+    model = build()
+    expected = generated(model, 4, 9, steps=4)
+    hf.accelerate(model, TwoBatches(), operators="eager", max_cache_len=32)
+    places = Places(model)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            assert torch.equal(generated(model, 4, 9, steps=4), expected)
+    assert len(places.seen) == 1
+
+
 @pytest.mark.parametrize("what", ["cache", "tensor"])
 def test_a_cache_that_is_held_stays(what: str) -> None:
     model = build()
