@@ -11,11 +11,12 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from dynaflow import api
+from dynaflow._torch import shard_of
 from dynaflow.errors import DynaFlowError
 from dynaflow.integrations.transformers_caches import CacheMemory, Layer
 from dynaflow.lower.lower import CudaGraph
@@ -61,7 +62,7 @@ def accelerate(
     *,
     max_cache_len: int | None = None,
     fullgraph: bool = False,
-    cudagraph: CudaGraph = "plan",
+    cudagraph: CudaGraph | Literal["default"] = "default",
     **options: Any,
 ) -> Model:
     """Returns the model itself; from now on, `model.generate(...)` runs under the scheduler.
@@ -70,13 +71,15 @@ def accelerate(
         decoding for 15 seconds each, unless they say otherwise.
     max_cache_len: how many tokens the cache is made for. By default as many as the longest call so far needed; each
         time it grows, plans are made anew.
-    cudagraph: on a GPU a decoding step is one CUDA graph; None: it is launched kernel by kernel. Prompts always are:
-        they have too many lengths.
+    cudagraph: on a GPU a decoding step is one CUDA graph, unless the model is spread over ranks; "plan", "pieces" or
+        None say it otherwise. Prompts are launched kernel by kernel: they have too many lengths.
     options: those of `dynaflow.compile`. The scheduler finds "prefill" or "decode" under ctx.facts["phase"].
 
     Calls that have no static cache, or that need gradients, run as before. `release` takes everything back.
     """
     _check(model)
+    if cudagraph == "default":
+        cudagraph = None if _has_ranks(model) else "plan"
     check_options({"cudagraph": cudagraph, **options})
     chosen = _scheduler(scheduler, options.pop("scheduler_options", None))
     release(model)
@@ -280,6 +283,11 @@ def _scheduler(scheduler: OpSchedulerBase | str, options: Mapping[str, Any] | No
 
 def _of_no_tokens(like: torch.Tensor, rows: int) -> torch.Tensor:
     return like.new_empty((rows, like.size(1), 0, like.size(3)))
+
+
+def _has_ranks(model: Any) -> bool:
+    """Whether the model is spread over several. Graphs with collectives were not tried on several GPUs."""
+    return (getattr(model, "tp_size", None) or 1) > 1 or any(shard_of(p) is not None for p in model.parameters())
 
 
 def _check(model: Any) -> None:

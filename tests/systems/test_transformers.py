@@ -216,6 +216,29 @@ def test_auto_tunes_once_for_similar_sizes() -> None:
     assert [phase for phase, _ in tuner.asked[2:]] == ["prefill", "decode", "prefill"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("options", "expected"), [({}, "plan"), ({"cudagraph": None}, None)])
+def test_decoding_is_one_graph(options: dict[str, Any], expected: str | None) -> None:
+    """Prompts never are; and models over several ranks only when they are asked to: see tests/distributed."""
+    generation = hf.compiled(hf.accelerate(build(), "sequential", **options))
+    modes = [phase._any._engine.lowerer.cudagraph for phase in (generation.prefill, generation.decode)]
+    assert modes == [None, expected]
+
+
+def test_time_for_tuning() -> None:
+    model = build()
+
+    def seconds() -> float:
+        chooser: Any = hf.compiled(model).decode._any._engine._schedules.scheduler
+        return chooser.tuner.seconds
+
+    hf.accelerate(model)
+    assert seconds() == 15.0
+    hf.compiled(model).set_scheduler("auto", seconds=3.0)
+    assert seconds() == 3.0
+    hf.accelerate(model, Auto())
+    assert seconds() == Auto().seconds
+
+
 def test_beams_and_embeddings() -> None:
     model = build()
     beams = generated(model, 3, 9, steps=6, num_beams=3)
