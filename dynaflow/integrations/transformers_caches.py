@@ -117,6 +117,7 @@ class _Blocks:
             if n == len(self.storages):
                 self.storages.append(_storage(shape))
             elif self.storages[n].device != shape.device or self.storages[n].nbytes() < shape.nbytes:
+                self._await()
                 self.storages[n] = torch.UntypedStorage(0)  # lets go of the old one first
                 self.storages[n] = _storage(shape)
         self._follow({shape.device for shape in shapes})
@@ -129,6 +130,11 @@ class _Blocks:
         ]
         torch._foreach_zero_(made)
         return made
+
+    def _await(self) -> None:
+        """Until the last call is done with the memory: the allocator knows only the stream that it was made on."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def _follow(self, devices: set[torch.device]) -> None:
         """What this call does to the memory comes after what the last one did, which may have used another stream."""
