@@ -12,6 +12,7 @@ from benchmarks import (
     cold_start,
     copies,
     cut_cost,
+    generate,
     graph_launch,
     host,
     link,
@@ -45,6 +46,7 @@ ALL: tuple[Benchmark, ...] = tuple(
         simulator,
         published,
         auto,
+        generate,
         vllm_serving,
     )
 )
@@ -69,8 +71,9 @@ def main(argv: Sequence[str] | None = None) -> list[Report]:
     )
     if unknown := [s for s in settings.situations if s not in (*SITUATIONS, NONE)]:
         raise SystemExit(f"no situation {unknown[0]!r}; there are {', '.join(SITUATIONS)}")
-    if unknown := [c for c in settings.cells if c not in (*BY_NAME, *vllm_serving.SHAPES)]:
-        raise SystemExit(f"no cell {unknown[0]!r}; there are {', '.join([*BY_NAME, *vllm_serving.SHAPES])}")
+    cells = [*BY_NAME, *(work.name for work in generate.WORKS), *vllm_serving.SHAPES]
+    if unknown := [c for c in settings.cells if c not in cells]:
+        raise SystemExit(f"no cell {unknown[0]!r}; there are {', '.join(cells)}")
     progress(", ".join(f"{k} {v}" for k, v in machine().items()))
     folder = Path(args.out) if args.out else None if args.tiny else RESULTS
     reports = run(chosen, settings, folder, argv, [BY_NAME[c] for c in settings.cells if c in BY_NAME] or CELLS)
@@ -89,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--situations", default="", help=f"of {','.join(SITUATIONS)}; leaves out rows without one; {NONE!r}: only those"
     )
-    parser.add_argument("--cells", default="", help=f"of the strategies' suite: of {','.join(BY_NAME)}")
+    parser.add_argument("--cells", default="", help=f"of {','.join(BY_NAME)}; and of the systems' suite")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmarks on any device")
     parser.add_argument("--layers", type=int, help="of the Llama, if not all 32")
     parser.add_argument("--rounds", type=int, help="of each row, if not as many as fit into four seconds")

@@ -25,6 +25,10 @@ class Schedules:
     graphs: dict[Any, OpGraph] = field(default_factory=dict)
     plans: dict[Any, Lowered] = field(default_factory=dict)
     facts_read: dict[Any, tuple[str, ...]] = field(default_factory=dict)
+    own_keys: dict[Any, Any] = field(default_factory=dict)
+    """By sizes and facts: what the scheduler's `key` said."""
+    key_facts: dict[Any, tuple[str, ...]] = field(default_factory=dict)
+    """By sizes: the facts that it read."""
     paddings: dict[Any, Padding] = field(default_factory=dict)
     patterns: dict[Any, tuple[Plan, Mapping[str, Any]]] = field(default_factory=dict)
     """By a scheduler's own key: a plan of equal parts, which serves other batch sizes too."""

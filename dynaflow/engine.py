@@ -302,19 +302,37 @@ class Engine:
     ) -> Any:
         """Under what a choice is kept: the scheduler's own key, or the situation."""
         if schedules.has_key:
-            return (runner, self._own_key(schedules, runner, args, facts))
+            return (runner, self._own_key(schedules, runner, sizes, args, facts))
         return self._situation(schedules, runner, sizes, facts)
 
-    def _own_key(self, schedules: Schedules, runner: GraphRunner, args: Any, facts: Mapping[str, Any]) -> Any:
+    def _own_key(
+        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
+    ) -> Any:
+        """What the scheduler's `key` says. It is asked once for the same sizes and the same facts that it read."""
+        keeps = "num_tokens" not in facts  # of which the context knows more than what was read
+        names = schedules.key_facts.get((runner, sizes), ())
+        place = (runner, sizes, tuple([fact_value(facts, name) for name in names]))
+        if keeps and place in schedules.own_keys:
+            return schedules.own_keys[place]
         with self.lock:
             graph, spaces, values = self._graph(schedules, runner, args, facts)
-            return _user(schedules.scheduler, "key", self._context(graph, spaces, values, facts)) if graph else None
+            if graph is None:
+                return None
+            ctx = self._context(graph, spaces, values, facts)
+            own = _user(schedules.scheduler, "key", ctx)
+            if keeps:
+                names = tuple(sorted({*names, *ctx.facts.read}))
+                if len(schedules.own_keys) >= PLANS_KEPT:
+                    schedules.own_keys.pop(next(iter(schedules.own_keys)))
+                schedules.key_facts[runner, sizes] = names
+                schedules.own_keys[runner, sizes, tuple(fact_value(facts, name) for name in names)] = own
+            return own
 
     def _key(
         self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
     ) -> Any:
         if schedules.has_key:
-            own = self._own_key(schedules, runner, args, facts)
+            own = self._own_key(schedules, runner, sizes, args, facts)
             # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
             return (runner, sizes, frozen(facts.get("num_tokens")), own)
         return self._situation(schedules, runner, sizes, facts)

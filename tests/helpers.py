@@ -6,11 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.capture.ops import OpGraph
+from dynaflow.lower.lower import Lowerer
+from dynaflow.run import graphs
+from dynaflow.run.graphs import GraphPool
+from dynaflow.run.streams import CaptureStreams, Turns
 
 
 def randn(*shape: int) -> Tensor:
@@ -154,3 +159,32 @@ class Stack(nn.Module):
 
 
 STACK_RULES = (df.SplitModule("*.attn", tag="attention"), df.SplitModule("*.mlp", tag="mlp"))
+
+
+class PretendedGraph:
+    """Stands for a CUDA graph where there is no CUDA: knows the addresses that it was made for, and runs the code."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], moving: Any, still: Any, *_: Any) -> None:
+        self.used = 0
+        self._function, self._still, self._places = function, still, [args[i].data_ptr() for i in still]
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        return [args[i].data_ptr() for i in self._still] == self._places
+
+    def results_are_held(self) -> bool:
+        return False
+
+    def replay(self, args: Sequence[Any]) -> None:
+        self._results = self._function(args)
+
+    def results(self, args: Sequence[Any], copy: bool) -> Any:
+        return self.__dict__.pop("_results")
+
+
+def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cudagraph="plan"` then counts captures and replays on a CPU as it would on a GPU."""
+    monkeypatch.setattr(graphs, "_Graph", PretendedGraph)
+    monkeypatch.setattr(Lowerer, "_captures", lambda self, job: self.cudagraph is not None)
+    for kind, name in ((GraphPool, "segments"), (GraphPool, "handle"), (CaptureStreams, "main"),
+                       (CaptureStreams, "settle"), (Turns, "enter"), (Turns, "leave")):  # fmt: skip
+        monkeypatch.setattr(kind, name, lambda self, device: None)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from dynaflow import api
+from dynaflow._torch import shard_of
 from dynaflow.errors import DynaFlowError
+from dynaflow.integrations.transformers_caches import CacheMemory, Layer
+from dynaflow.lower.lower import CudaGraph
 from dynaflow.options import check_options, scheduler_of
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.context import ScheduleContext
@@ -46,6 +50,9 @@ PACKED_LENGTHS = {"attention_mask": [-1], "*read_index.*": [0], "logits_to_keep"
 SETTINGS = {"use_cache": True, "cache_implementation": "static", "disable_compile": True}
 """Of the model's generation_config: a static cache, and no torch.compile of generate's own around our forward."""
 
+TUNING = 15.0
+"""Seconds for each situation: there are two in the first call, prompt and decoding, and more to come."""
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
@@ -55,23 +62,29 @@ def accelerate(
     *,
     max_cache_len: int | None = None,
     fullgraph: bool = False,
+    cudagraph: CudaGraph | Literal["default"] = "default",
     **options: Any,
 ) -> Model:
     """Returns the model itself; from now on, `model.generate(...)` runs under the scheduler.
 
-    scheduler: one of your own, or the name of a strategy, which takes `scheduler_options`.
+    scheduler: one of your own, or the name of a strategy, which takes `scheduler_options`. "auto" tunes prompts and
+        decoding for 15 seconds each, unless they say otherwise.
     max_cache_len: how many tokens the cache is made for. By default as many as the longest call so far needed; each
         time it grows, plans are made anew.
-    options: those of `dynaflow.compile`. `cudagraph` is for decoding: prompts have too many lengths. The scheduler
-        finds "prefill" or "decode" under ctx.facts["phase"].
+    cudagraph: on a GPU a decoding step is one CUDA graph, unless the model is spread over ranks; "plan", "pieces" or
+        None say it otherwise. Prompts are launched kernel by kernel: they have too many lengths.
+    options: those of `dynaflow.compile`. The scheduler finds "prefill" or "decode" under ctx.facts["phase"].
 
     Calls that have no static cache, or that need gradients, run as before. `release` takes everything back.
     """
     _check(model)
-    check_options(options)
-    chosen = _situations(scheduler_of(scheduler, options.pop("scheduler_options", None)))
+    if cudagraph == "default":
+        cudagraph = None if _has_ranks(model) else "plan"
+    check_options({"cudagraph": cudagraph, **options})
+    chosen = _scheduler(scheduler, options.pop("scheduler_options", None))
     release(model)
-    model.forward = Generation(model, chosen, max_cache_len, {"fullgraph": fullgraph, **options})
+    options |= {"fullgraph": fullgraph, "cudagraph": cudagraph}
+    model.forward = Generation(model, chosen, max_cache_len, options)
     return model
 
 
@@ -115,10 +128,10 @@ class Phase:
     def __init__(
         self, name: str, plain: Callable[..., Any], scheduler: OpSchedulerBase, options: Mapping[str, Any]
     ) -> None:
-        self._plain, self._fullgraph = plain, options["fullgraph"]
+        self._plain, self._fullgraph = _of_equal_lengths(plain), options["fullgraph"]
         given = options.get("facts") or {}
         facts = (lambda: {"phase": name, **given()}) if callable(given) else {"phase": name, **given}
-        self._any = api.compile(plain, scheduler, **{"dynamic_dims": LENGTHS, **options, "facts": facts})
+        self._any = api.compile(self._plain, scheduler, **{"dynamic_dims": LENGTHS, **options, "facts": facts})
         self._functions: dict[Any, api.CompiledModel] = {}
 
     @property
@@ -148,15 +161,18 @@ class Generation:
         self._model, self._plain, self._before = model, model.forward, vars(model).get("forward")
         self.prefill = Phase("prefill", self._plain, scheduler, {**options, "cudagraph": None})
         self.decode = Phase("decode", self._plain, scheduler, options)
+        self.memory = CacheMemory()
         self._seen: dict[Any, Any] = {}
         """Caches for one token, by device and type: a model may be moved."""
+        self._ready: Callable[[], Any] = lambda: None
+        """The last cache that was called with, if it lives: it is static, and has its memory."""
         wanted = {**SETTINGS, **({"max_cache_len": max_cache_len} if max_cache_len else {})}
         self._settings = {name: getattr(model.generation_config, name) for name in wanted}
         model.generation_config.update(**wanted)
 
     def set_scheduler(self, scheduler: OpSchedulerBase | str, **options: Any) -> None:
         """From the next call on, `scheduler` decides. What was captured and compiled stays."""
-        chosen = _situations(scheduler_of(scheduler, options))
+        chosen = _scheduler(scheduler, options)
         self.prefill.set_scheduler(chosen)
         self.decode.set_scheduler(chosen)
 
@@ -166,12 +182,13 @@ class Generation:
         else:
             self._model.forward = self._before
         self._model.generation_config.update(**self._settings)
+        self.memory.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
-        if not cache.is_compileable or type(cache).__name__ == "DynamicCache":
+        if cache is not self._ready() and (not cache.is_compileable or type(cache).__name__ == "DynamicCache"):
             warnings.warn(
                 f"dynaflow: generation with a {type(cache).__name__} runs without a schedule: it needs a static cache."
                 " Is generate() told another cache_implementation, or was the pipeline made before accelerate()?",
@@ -190,8 +207,10 @@ class Generation:
 
     def _function(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> api.CompiledModel:
         tokens, cache = _tokens(args, kwargs), kwargs["past_key_values"]
-        if not all(layer.is_initialized for layer in cache.layers):
-            self._initialise(cache, tokens)
+        if cache is not self._ready():
+            if not all(layer.is_initialized for layer in cache.layers):
+                self._initialise(cache, tokens)
+            self._ready = weakref.ref(cache)
         return (self.decode if tokens.size(1) == 1 else self.prefill).function(args, kwargs)
 
     def _initialise(self, cache: Any, tokens: torch.Tensor) -> None:
@@ -206,13 +225,33 @@ class Generation:
             name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
             self._plain(**{name: tokens[:1, :1]}, past_key_values=small, use_cache=True)
             self._seen[where] = small
-        for layer, seen in zip(cache.layers, self._seen[where].layers, strict=True):
-            if layer.supports_early_init and not layer.is_initialized:
-                layer.lazy_initialization(*(_of_no_tokens(t, tokens.size(0)) for t in (seen.keys, seen.values)))
+        empty = [
+            Layer(layer, *(_of_no_tokens(t, tokens.size(0)) for t in (seen.keys, seen.values)))
+            for layer, seen in zip(cache.layers, self._seen[where].layers, strict=True)
+            if layer.supports_early_init and not layer.is_initialized
+        ]
+        stats = (self.prefill.stats, self.decode.stats)
+        self.memory.fill(cache, empty, made=sum(s.graphs + s.plans for s in stats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the model is a plain one: what was compiled has the weights of this."""
         return type(self._model).forward.__get__(memo[id(self._model)])
+
+
+def _of_equal_lengths(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells Dynamo that a layer's keys are as many as its values, which attention does not.
+
+    Else the values of each layer have a length of their own, which every call has to look up.
+    """
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for layer in kwargs["past_key_values"].layers:
+            if getattr(layer, "keys", None) is not None:
+                assert layer.keys.size(2) == layer.values.size(2)
+        return plain(*args, **kwargs)
+
+    return forward
 
 
 def _tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -234,12 +273,21 @@ class _ByPowersOfTwo(OpSchedulerBase):
         return self.tuner.choose(ctx)
 
 
-def _situations(scheduler: OpSchedulerBase) -> OpSchedulerBase:
-    return _ByPowersOfTwo(scheduler) if isinstance(scheduler, Auto) else scheduler
+def _scheduler(scheduler: OpSchedulerBase | str, options: Mapping[str, Any] | None) -> OpSchedulerBase:
+    """The one that is named, or is given; a tuner asked only where it may find something else."""
+    if scheduler == "auto":
+        options = {"seconds": TUNING, **(options or {})}
+    chosen = scheduler_of(scheduler, options)
+    return _ByPowersOfTwo(chosen) if isinstance(chosen, Auto) else chosen
 
 
 def _of_no_tokens(like: torch.Tensor, rows: int) -> torch.Tensor:
     return like.new_empty((rows, like.size(1), 0, like.size(3)))
+
+
+def _has_ranks(model: Any) -> bool:
+    """Whether the model is spread over several. Graphs with collectives were not tried on several GPUs."""
+    return (getattr(model, "tp_size", None) or 1) > 1 or any(shard_of(p) is not None for p in model.parameters())
 
 
 def _check(model: Any) -> None:

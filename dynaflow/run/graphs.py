@@ -1,11 +1,11 @@
 """CUDA graphs: a function of tensors is run once, then captured, then replayed with one launch.
 
 A graph reads and writes fixed addresses. Inputs that stay where they are (parameters, caches, promised ones, and all
-that is written) are used in place; their addresses are compared at every replay, and if one has moved the graph is
-captured again. Other inputs are copied into buffers of the graph's own. Its results are its own memory too, and are
-handed out as they are, unless they lie where another graph may write. A caller often still holds the last results when
-it calls again, so a second graph takes turns with the first; if those of both are held, they are left to the caller,
-and from then on results are copied.
+that is written) are used in place; their addresses are compared at every replay, and if one has moved the function is
+captured again, and the graphs of a few places are kept. Other inputs are copied into buffers of the graph's own. Its
+results are its own memory too, and are handed out as they are, unless they lie where another graph may write. A caller
+often still holds the last results when it calls again, so a second graph takes turns with the first; if those of both
+are held, they are left to the caller, and from then on results are copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ GRAPHS_KEPT = 256
 """Of each compiled model; then the one that was not used for longest goes."""
 
 CAPTURES = 12
-"""After that many, a function whose inputs move every time is no longer captured."""
+"""After that many that were of little use, a function whose inputs move every time is no longer captured."""
+
+USEFUL = 16
+"""A capture takes about as long as so many runs without a graph: one that was replayed as often was worth it."""
+
+PLACES = 4
+"""Graphs that one function has: for inputs that are now here, now there, as caches of two threads are."""
 
 
 class CaptureError(Exception):
@@ -109,7 +115,8 @@ class Graphed:
         self._moving, self._still, self._inner, self._where = list(moving), list(still), inner, where
         self._graphs: list[_Graph] = []
         self._warm = self._off = self._copy_results = False
-        self._captures = 0
+        self._captures = self._replays = 0
+        """Captures that were of little use, one after the other; and replays since the last one."""
 
     def __call__(self, args: Sequence[Any]) -> Any:
         with self._pool.lock:
@@ -128,6 +135,8 @@ class Graphed:
                     return self._function(args)
             self._pool.used(self)
             self._pool.stats.graph_replays += 1
+            self._replays += 1
+            graph.used = self._pool.stats.graph_replays
             if self._inner:
                 graph.replay(args)
                 return graph.results(args, copy=False)
@@ -151,11 +160,16 @@ class Graphed:
         return None
 
     def _capture(self, args: Sequence[Any]) -> _Graph:
-        self._graphs = [graph for graph in self._graphs if graph.fits(args)]
-        if len(self._graphs) > 1:  # the results of both are held
+        fitting = [graph for graph in self._graphs if graph.fits(args)]
+        if len(fitting) > 1:  # the results of both are held
             self._copy_results = True
-            self._graphs.clear()
-        self._captures += 1
+            self._graphs = [graph for graph in self._graphs if graph not in fitting]
+            fitting = []
+        # Of pieces only those for one place: their memory is ordered by the order in which they were captured.
+        kept = fitting if self._inner else self._graphs
+        self._graphs = sorted(kept, key=lambda graph: graph.used)[1 - PLACES :]
+        self._captures = 1 if self._replays >= USEFUL else self._captures + 1
+        self._replays = 0
         if self._captures > CAPTURES:
             raise CaptureError("inputs that are used in place were elsewhere in memory too often")
         stream = self._stream or self._pool.streams.main(self._device)
@@ -183,6 +197,8 @@ class _Graph:
         pool: Any,
         scratch: list[range],
     ) -> None:
+        self.used = 0
+        """When it was replayed last, by the model's count of replays."""
         fixed = list(args)
         with torch.inference_mode(False), torch.no_grad():
             for i in moving:

@@ -11,9 +11,10 @@ from dynaflow.tune.progress import progress_bar
 
 
 class Auto(df.OpSchedulerBase):
-    """`seconds`: for tuning each new situation; 0: the cost model alone decides. `when`: in the first call, or in the
-    background, with sequence until it is done. `most`: how many schedules are measured, of those that look best.
-    `among`: names, schedulers, or pairs of both to choose from, if not all strategies. `progress`: says what it does.
+    """`seconds`: for tuning each new situation, once sequence is compiled; what is being measured then is measured to
+    the end. 0: the cost model alone decides. `when`: in the first call, or in the background, with sequence until it is
+    done. `most`: how many schedules are measured, of those that look best. `among`: names, schedulers, or pairs of both
+    to choose from, if not all strategies. `progress`: says what it does.
     """
 
     def __init__(

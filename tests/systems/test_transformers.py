@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch.distributed as dist
 import dynaflow as df
 from dynaflow import _torch
 from dynaflow.strategies import Auto, NanoFlow
-from tests.helpers import Each, uneven
+from tests.helpers import Each, pretend_graphs, uneven
 from tests.zoo import ZOO, _left_padding, _transformer
 
 transformers = pytest.importorskip("transformers")
@@ -213,6 +216,29 @@ def test_auto_tunes_once_for_similar_sizes() -> None:
     assert [phase for phase, _ in tuner.asked[2:]] == ["prefill", "decode", "prefill"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("options", "expected"), [({}, "plan"), ({"cudagraph": None}, None)])
+def test_decoding_is_one_graph(options: dict[str, Any], expected: str | None) -> None:
+    """Prompts never are; and models over several ranks only when they are asked to: see tests/distributed."""
+    generation = hf.compiled(hf.accelerate(build(), "sequential", **options))
+    modes = [phase._any._engine.lowerer.cudagraph for phase in (generation.prefill, generation.decode)]
+    assert modes == [None, expected]
+
+
+def test_time_for_tuning() -> None:
+    model = build()
+
+    def seconds() -> float:
+        chooser: Any = hf.compiled(model).decode._any._engine._schedules.scheduler
+        return chooser.tuner.seconds
+
+    hf.accelerate(model)
+    assert seconds() == 15.0
+    hf.compiled(model).set_scheduler("auto", seconds=3.0)
+    assert seconds() == 3.0
+    hf.accelerate(model, Auto())
+    assert seconds() == Auto().seconds
+
+
 def test_beams_and_embeddings() -> None:
     model = build()
     beams = generated(model, 3, 9, steps=6, num_beams=3)
@@ -222,6 +248,197 @@ def test_beams_and_embeddings() -> None:
     assert torch.equal(generated(model, 3, 9, steps=6, num_beams=3), beams)
     assert torch.equal(model.generate(inputs_embeds=embeddings, max_new_tokens=6, do_sample=False), embedded)
     assert parts(hf.compiled(model).prefill) == parts(hf.compiled(model).decode) == {2}
+
+
+# --- one memory for the caches of all calls ----------------------------------------------------------------
+
+
+class Places:
+    """Where the caches of an accelerated model's decoding steps lie: each entry once, in order."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: list[tuple[int, ...]] = []
+        decode = hf.compiled(model).decode
+        function = decode.function
+
+        def look(args: Any, kwargs: Any) -> Any:
+            layers = kwargs["past_key_values"].layers
+            tensors = [t for layer in layers for t in (layer.keys, layer.values, layer.cumulative_length)]
+            place = tuple(t.data_ptr() for t in tensors)
+            if self.seen[-1:] != [place]:
+                self.seen.append(place)
+            return function(args, kwargs)
+
+        decode.function = look
+
+
+def in_the_way(model: Any) -> list[torch.Tensor]:
+    """Takes the places that the allocator would give to the next cache."""
+    blocks = hf.compiled(model).memory._kept
+    return [torch.empty(s.nbytes(), dtype=torch.uint8) for b in blocks for s in b.storages for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_caches_stay_where_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one capture serves all calls of a size; batches and lengths may change in between."""
+    pretend_graphs(monkeypatch)
+    model = build(name)
+    sizes: list[tuple[int, int, dict[str, Any]]] = [
+        (8, 12, {}), (4, 9, {}), (2, 9, {"num_beams": 3}), (5, 12, {"do_sample": True}), (1, 7, {})
+    ]  # fmt: skip
+    expected = [generated(model, batch, length, steps=20, **options) for batch, length, options in sizes]
+    hf.accelerate(model, TwoBatches(), operators="eager", max_cache_len=64)
+    generation, places = hf.compiled(model), Places(model)
+    kept, captures, plans = [], [], []
+    for _ in range(3):
+        for (batch, length, options), tokens in zip(sizes, expected, strict=True):
+            assert torch.equal(generated(model, batch, length, steps=20, **options), tokens)
+            kept.append(in_the_way(model))
+        captures.append(generation.decode.stats.captures)
+        plans.append((generation.decode.stats.plans, generation.prefill.stats.plans))
+    assert len(places.seen) == 1, "the largest came first: nothing had to grow"
+    assert captures[0] == captures[1] == captures[2] > 0 and plans[0] == plans[1] == plans[2]
+    assert generation.decode.stats.graph_replays > 2 * len(sizes) * 16
+    assert not generation.decode.stats.capture_failures and not generation.prefill.stats.captures
+
+
+def test_a_larger_cache_moves_once() -> None:
+    model = build()
+    hf.accelerate(model, TwoBatches(), operators="eager", max_cache_len=64)
+    places, memory, kept = Places(model), hf.compiled(model).memory, []
+    for batch in (4, 8, 4, 8, 4):
+        generated(model, batch, 9, steps=3)
+        kept.append(in_the_way(model))
+    assert len(places.seen) == 2
+    held = memory.nbytes
+    generated(model, 9, 9, steps=3)
+    assert held < memory.nbytes < 1.2 * held
+
+
+def test_what_an_earlier_call_left_does_no_harm() -> None:
+    model = build()
+    expected = generated(model, 4, 9, steps=6)
+    hf.accelerate(model, TwoBatches(), operators="eager")
+    for _ in range(3):
+        assert torch.equal(generated(model, 4, 9, steps=6), expected)
+        for storage in hf.compiled(model).memory._kept[0].storages[:2]:
+            torch.empty(0).set_(storage).fill_(torch.nan)
+
+
+def test_memory_serves_all_modes() -> None:
+    """A tensor that is made in inference mode can't be written outside of it."""
+    model = build()
+    expected = generated(model, 4, 9, steps=4)
+    hf.accelerate(model, TwoBatches(), operators="eager", max_cache_len=32)
+    places = Places(model)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            assert torch.equal(generated(model, 4, 9, steps=4), expected)
+    assert len(places.seen) == 1
+
+
+@pytest.mark.parametrize("what", ["cache", "tensor"])
+def test_a_cache_that_is_held_stays(what: str) -> None:
+    model = build()
+    expected = generated(model, 4, 9, steps=6)
+    hf.accelerate(model, TwoBatches(), operators="eager", max_cache_len=64)
+    places = Places(model)
+
+    def hold() -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+        made = generated(model, 4, 9, steps=6, return_dict_in_generate=True)
+        assert torch.equal(made.sequences, expected)
+        tensors = [layer.values for layer in made.past_key_values.layers]
+        return made.past_key_values if what == "cache" else None, tensors, [t.clone() for t in tensors]
+
+    held = [hold() for _ in range(3)]
+    assert len(places.seen) == 3, "one had the memory of another"
+    for _ in range(2):
+        generated(model, 6, 12, steps=6)
+        assert torch.equal(generated(model, 4, 9, steps=6), expected)
+    assert len(places.seen) == 4, "and who holds nothing has one place"
+    for cache, tensors, before in held:
+        assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+        if cache is not None:
+            assert [layer.cumulative_length.item() for layer in cache.layers] == [14] * len(cache.layers)
+            other = copy.deepcopy(cache)
+            other.reorder_cache(torch.tensor([3, 2, 1, 0]))
+            assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+            assert torch.equal(other.layers[0].values, before[0].flip(0))
+
+
+def test_going_on_from_a_cache_that_is_held() -> None:
+    """Two conversations in turns, each with its own cache, and others in between."""
+    model = build()
+    ids = {seed: torch.randint(4, 101, (4, 24), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)}
+    expected = {seed: model(i).logits for seed, i in ids.items()}
+    hf.accelerate(model, TwoBatches(), operators="eager")
+    with torch.no_grad():
+        caches = {seed: transformers.StaticCache(config=model.config, max_cache_len=32) for seed in ids}
+        for start, stop in ((0, 8), *((n, n + 1) for n in range(8, 24))):
+            for seed, cache in caches.items():
+                positions = torch.arange(start, stop)[None].expand(4, -1)
+                found = model(ids[seed][:, start:stop], past_key_values=cache, use_cache=True, position_ids=positions)
+                torch.testing.assert_close(found.logits, expected[seed][:, start:stop], rtol=1e-4, atol=1e-4)
+            generated(model, 4, 9, steps=2)
+
+
+def test_generate_within_generate() -> None:
+    model = build()
+    expected, inner = generated(model, 4, 9, steps=6), generated(model, 6, 7, steps=4)
+    hf.accelerate(model, TwoBatches(), operators="eager", max_cache_len=64)
+
+    def interrupt(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(generated(model, 6, 7, steps=4), inner)
+        return scores
+
+    places = Places(model)
+    for _ in range(2):
+        assert torch.equal(generated(model, 4, 9, steps=6, logits_processor=[interrupt]), expected)
+    assert len(set(places.seen)) <= 3
+
+
+def test_threads_generate_at_once() -> None:
+    model = build()
+    sizes = [(4, 9), (6, 12), (4, 9)]
+    expected = [generated(model, *size, steps=8) for size in sizes]
+    hf.accelerate(model, TwoBatches(), operators="eager", max_cache_len=32)
+    for size in sizes:
+        generated(model, *size, steps=8)
+
+    def work(which: int) -> bool:
+        inputs = prompts(*sizes[which])
+        for _ in range(6):
+            found = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+            if not torch.equal(found, expected[which]):
+                return False
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, range(3))) == [True] * 3
+    assert len(hf.compiled(model).memory._kept) <= 2
+
+
+def test_release_lets_go_of_the_memory() -> None:
+    model = build()
+    hf.accelerate(model, TwoBatches(), operators="eager")
+    generated(model, 4, 9, steps=2)
+    generation = hf.compiled(model)
+    assert generation.memory.nbytes > 4 * 10
+    storages = [weakref.ref(storage) for blocks in generation.memory._kept for storage in blocks.storages]
+    hf.release(model)
+    gc.collect()
+    assert generation.memory.nbytes == 0 and not any(ref() for ref in storages)
+
+
+def test_one_length_for_all_layers() -> None:
+    """A number for each layer's values would be looked up in each step."""
+    model = build()
+    hf.accelerate(model, "sequential", operators="eager")
+    generated(model, 4, 9, steps=3)
+    for phase in (hf.compiled(model).prefill, hf.compiled(model).decode):
+        (lowered,) = phase._any._engine._schedules.plans.values()
+        values = [i.shape for i in lowered.graph.graph.inputs if i.shape is not None and i.name.endswith("values")]
+        assert len(values) > 1 and len({shape.size[2] for shape in values}) == 1
 
 
 # --- taking it back, and copies ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import copies, host, plan_cost, report
+from benchmarks import copies, generate, host, plan_cost, report
 from benchmarks.__main__ import ALL, main
 from benchmarks.llama import SITUATIONS, Case, build, case
 from benchmarks.measure import Figure, Trial, WrongResult, agree, figure, gap, ratio
@@ -47,6 +47,42 @@ def test_the_strategies_suite_runs(tmp_path: Path) -> None:
     assert [row["situation"] for row in auto.rows] == cells.split(",")
     assert {row["situation"] for row in strategies.rows} == set(cells.split(","))
     assert all(row["details"]["chosen"] for row in auto.rows)
+
+
+def test_generate_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    works = [dataclasses.replace(generate.TINY[0], batch=batch) for batch in (5, 6)]
+    monkeypatch.setattr(generate, "TINY", works)
+    line = ["--suite", "systems", "--only", "generate", "--tiny", "--operators", "eager", "--rounds", "2"]
+    (made,) = main([*line, "--out", str(tmp_path)])
+    assert not [row for row in made.rows if "error" in row], made.rows
+    assert [row["what"] for row in made.rows[:3]] == [
+        "tokens a second with auto", "tokens a second with sequential", "first call with auto"
+    ]  # fmt: skip
+    assert [row["situation"] for row in made.rows[::3]] == [f"generate {n}, tiny, 8 in, 8 out" for n in (5, 6)]
+    for row in (made.rows[0], made.rows[3]):
+        assert row["at_least"] and row["limit"] == 1.0 and row["details"]["rounds"] == 2
+        assert row["details"]["same_tokens"] == 1.0 and row["details"]["prefill_by"] and row["details"]["decode_by"]
+
+
+@pytest.mark.parametrize("what", ["logits", "tokens"])
+def test_generate_that_is_wrong_has_no_figure(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are looked at: how far the logits are apart, and what they say."""
+    made: list[Any] = []
+    sharing = generate._sharing
+
+    def spoilt(model: Any) -> Any:
+        made.append(sharing(model))
+        if len(made) == 2:  # the first is the baseline's
+            layer = made[-1].model.layers[1].mlp.down_proj
+            layer.weight = nn.Parameter(layer.weight * (1.2 if what == "logits" else -3.0), requires_grad=False)
+        return made[-1]
+
+    monkeypatch.setattr(generate, "_sharing", spoilt)
+    if what == "tokens":
+        monkeypatch.setattr(generate, "FP32_LIMIT", 1e9)
+    rows = run([generate.BENCHMARK], TINY, None)[0].rows
+    expected = "differs from the baseline" if what == "logits" else "chooses the baseline's token in"
+    assert len(rows) == 3 and all(expected in row["error"] and "value" not in row for row in rows)
 
 
 def test_an_unknown_cell() -> None:

@@ -416,6 +416,28 @@ def test_own_key_serves_other_batch_sizes() -> None:
     assert set(scheduler.keys) == {6, 4, 7, 2, 8}
 
 
+def test_own_key_is_asked_once_for_the_same() -> None:
+    """For the same sizes and the same facts that it read; in calls with facts about requests, each time."""
+
+    class ByPhase(OwnKey):
+        def key(self, ctx: df.ScheduleContext) -> str:
+            return super().key(ctx) + str(ctx.facts.get("phase"))
+
+    scheduler = ByPhase(STACK_RULES, split=2)
+    fast = compiled(Stack(), scheduler)
+    x = randn(6, 8)
+    for facts in ({"phase": "a"}, {"phase": "a", "other": 1}, {"phase": "b"}, {"phase": "a"}, {}):
+        fast(x, facts=facts)
+    assert scheduler.calls == 3
+    asked = len(scheduler.keys)
+    for facts in ({"phase": "a"}, {"phase": "b", "other": 2}, {}):
+        fast(x, facts=facts)
+    assert len(scheduler.keys) == asked
+    fast(x, facts={"num_tokens": [2, 4]})
+    fast(x, facts={"num_tokens": [3, 3]})
+    assert len(scheduler.keys) > asked + 1
+
+
 def test_own_key_with_given_sizes_asks_again() -> None:
     """Sizes given as numbers fit one batch size only."""
     model, scheduler = Stack(), OwnKey(STACK_RULES, split=lambda b: [1, b - 1])
