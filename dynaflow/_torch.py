@@ -53,6 +53,11 @@ def packet_of(target: Any) -> Any:
     return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
+def is_restart(error: Exception) -> bool:
+    """Whether it tells Dynamo to trace again, and nobody else anything."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+
+
 def restart_capture() -> BaseException:
     """To be raised by a backend: Dynamo traces the frame again, e.g. after more dims were marked dynamic."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis

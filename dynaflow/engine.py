@@ -156,7 +156,7 @@ class Engine:
         try:
             return _torch.compile_passes(copied_graph(gm), example_inputs, make)
         except Exception as e:
-            if ours:
+            if ours or _torch.is_restart(e):
                 raise
             why = f"{type(e).__name__}: {e}".strip().splitlines()[0]
             warnings.warn(

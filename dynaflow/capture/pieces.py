@@ -109,7 +109,7 @@ class Build:
         """A view among the results that its operator can hand out itself, a part at a time."""
         if not isinstance(node, fx.Node) or not self.facts[node].view or self.is_item(node):
             return False
-        bases = [b for b in bases_of(node, self.facts) if isinstance(self.facts[b].value, torch.Tensor)]
+        bases = self._tensors_behind(node)
         if len(bases) != 1 or bases[0] not in self.home:
             return False
         storages = self._storages(node)
@@ -176,9 +176,13 @@ class Build:
             groups=tuple(dict.fromkeys(found for n in group.nodes if (found := group_of(n)) is not None)),
         )
 
+    def _tensors_behind(self, node: fx.Node) -> list[fx.Node]:
+        """What a view looks at; the numbers among its arguments have makers, too."""
+        return [b for b in bases_of(node, self.facts) if isinstance(self.facts[b].value, torch.Tensor)]
+
     def maker(self, node: fx.Node) -> int | None:
         """The group that hands out this node's result."""
-        base = bases_of(node, self.facts)[0] if node in self.early else node
+        base = self._tensors_behind(node)[0] if node in self.early else node
         while base not in self.home and base.target is operator.getitem:
             base = base.args[0]  # type: ignore[assignment]
         return self.home.get(base)
