@@ -22,6 +22,7 @@ from benchmarks import (
     sequential,
     simulator,
     strategies,
+    training,
     vllm_serving,
 )
 from benchmarks.cells import BY_NAME, CELLS
@@ -47,6 +48,7 @@ ALL: tuple[Benchmark, ...] = tuple(
         published,
         auto,
         generate,
+        training,
         vllm_serving,
     )
 )

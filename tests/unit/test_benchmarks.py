@@ -34,7 +34,7 @@ def test_the_fast_suite_runs(tmp_path: Path) -> None:
         for row in made.rows:
             assert row["situation"] == "decode8, tiny" and row["limit"] != ""
             assert "value" in row or "CUDA" in row["skipped"]
-    assert {"fast", "core", "strategies", "systems"} == {suite for b in ALL for suite in b.suites}
+    assert {"fast", "core", "strategies", "systems", "training"} == {suite for b in ALL for suite in b.suites}
 
 
 def test_the_strategies_suite_runs(tmp_path: Path) -> None:
@@ -47,6 +47,13 @@ def test_the_strategies_suite_runs(tmp_path: Path) -> None:
     assert [row["situation"] for row in auto.rows] == cells.split(",")
     assert {row["situation"] for row in strategies.rows} == set(cells.split(","))
     assert all(row["details"]["chosen"] for row in auto.rows)
+
+
+def test_the_training_suite_runs(tmp_path: Path) -> None:
+    line = ["--suite", "training", "--tiny", "--operators", "eager", "--rounds", "2", "--out", str(tmp_path)]
+    (made,) = main(line)
+    assert not [row for row in made.rows if "error" in row], made.rows
+    assert ["value" in row for row in made.rows] == [True, torch.cuda.is_available(), True, True]
 
 
 def test_generate_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def gradients(model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any]
     model.zero_grad(set_to_none=True)
     results = [t for t in torch.utils._pytree.tree_leaves(call(**inputs)) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(t.shape, generator=generator, dtype=t.dtype) if weigh else 1 for t in results]
+    weights = [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) if weigh else 1 for t in results]
     sum((t * w).sum() for t, w in zip(results, weights, strict=True)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
