@@ -21,7 +21,7 @@ demo: install
 	.venv/bin/python examples/demo.py
 
 test: .venv/installed-test check
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -q -n auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -q -n auto --maxprocesses 4 --dist worksteal
 
 # vLLM wants a torch of its own choice and dozens of packages: it gets an environment of its own.
 .venv-vllm/installed: pyproject.toml constraints.txt tests/systems/vllm_requirements.txt
