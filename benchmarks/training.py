@@ -16,7 +16,7 @@ from benchmarks.measure import Figure, Timed, Trial, agree, figure, once, ratio,
 from benchmarks.report import progress
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
-from benchmarks.variants import _own_code
+from benchmarks.variants import own_code
 
 PLAIN, OURS, HOST, SAVED = "torch.compile", "sequential", "prefetch, activations on the host", "save_on_cpu"
 AT_LEAST = 1 << 20
@@ -92,7 +92,7 @@ def _make(settings: Settings) -> Steps:
         tokens = torch.randint(0, shape["vocab_size"], (4, 16) if settings.tiny else (8, 2048))
     if settings.cuda:
         model = model.bfloat16()
-    own = torch.compile(_own_code(model), backend="inductor" if settings.operators == "inductor" else "eager")
+    own = torch.compile(own_code(model), backend="inductor" if settings.operators == "inductor" else "eager")
     host = df.compile(model, "prefetch", operators=settings.operators, offload_saved=1 if settings.tiny else AT_LEAST)
     ours = df.compile(model, operators=settings.operators)
     steps = Steps(

@@ -151,9 +151,9 @@ class Variants:
             graphs = counters["stats"]["unique_graphs"]
             skips = counters["inductor"]["cudagraph_skips"]
             if self.settings.operators == "eager":
-                compiled = torch.compile(_own_code(self.case.model), backend="eager")
+                compiled = torch.compile(own_code(self.case.model), backend="eager")
             else:
-                compiled = torch.compile(_own_code(self.case.model), mode=mode)
+                compiled = torch.compile(own_code(self.case.model), mode=mode)
             variant = Variant(self.case, name, compiled)
             # Past the recompile limit Dynamo would run the plain model, with a line in the log and no more.
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -185,7 +185,7 @@ class Variants:
         return ratio(times["ours"], times["baseline"], difference=away)
 
 
-def _own_code(model: Callable[..., Any]) -> Callable[..., Any]:
+def own_code(model: Callable[..., Any]) -> Callable[..., Any]:
     """The model behind a code object of its own: Dynamo counts recompiles by code, and never forgets sizes there."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -246,7 +246,7 @@ def compile_passes(
 
         def boxed(args: list[Any]) -> Any:
             taken = tuple(args)
-            args.clear()  # what only this pass needs may go as it runs
+            args.clear()  # as its caller expects
             if not torch._C._len_torch_dispatch_stack():
                 return run(*taken)
             with _disable_current_modes():  # at the first call AOTAutograd watches, and plans are compiled then

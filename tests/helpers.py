@@ -45,6 +45,25 @@ class Each(df.OpSchedulerBase):
                 ctx.execute(op, lane=f"lane{op.micro_batch.index % self.lanes}")
 
 
+CUTS = (df.SplitModule("*.self_attn", tag="attention"), df.SplitModule("*.mlp", tag="mlp", optional=True))
+"""Of the transformers that the tests have."""
+
+
+class TwoBatches(df.OpSchedulerBase):
+    """The README's."""
+
+    def partition(self) -> list[Any]:
+        return list(CUTS)
+
+    def schedule(self, ctx: df.ScheduleContext) -> Any:
+        if ctx.batch_size < 4:
+            return ctx.sequential()
+        ctx.split(2)
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, lane="memory" if "attention" in op.tags else "compute")
+
+
 class Scheduler(df.OpSchedulerBase):
     """A scheduler made of a function, for tests of what happens inside `schedule`."""
 

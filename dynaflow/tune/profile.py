@@ -58,11 +58,11 @@ class Profiler:
     def measure(self, made: Any, trials: Trials, restore: Callable[[], None]) -> None:
         """Runs a plan's tasks one by one, on the share of each lane, and keeps what each operator took."""
         plan, graph = made.plan, made.graph
+        launching = self._launching(made)
         for lane in _lanes(plan):
             clock = Clock(self.device)
             run = trials.watched(made, in_a_row(plan, graph, lane), clock)
             keys = self._keys(plan, graph, lane)
-            launching = self._launching(made)
             found: dict[Key, list[float]] = defaultdict(list)
 
             def work(run: Callable[..., Any] = run) -> None:

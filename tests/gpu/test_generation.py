@@ -7,6 +7,7 @@ import torch
 
 import dynaflow as df
 from tests.gpu.test_cuda import exact_matmuls  # noqa: F401  (a fixture)
+from tests.helpers import TwoBatches
 from tests.zoo import ZOO
 
 transformers = pytest.importorskip("transformers")
@@ -29,20 +30,7 @@ def generated(model, batch, length, **options):
     return model.generate(ids * mask, attention_mask=mask, max_new_tokens=STEPS, **{"do_sample": False, **options})
 
 
-class Two(df.OpSchedulerBase):
-    def partition(self):
-        return [df.SplitModule("*.self_attn", tag="attention"), df.SplitModule("*.mlp", tag="mlp")]
-
-    def schedule(self, ctx):
-        if ctx.batch_size < 4:
-            return ctx.sequential()
-        ctx.split(2)
-        while ops := ctx.get_ready_ops():
-            for op in ops:
-                ctx.execute(op, lane="memory" if "attention" in op.tags else "compute")
-
-
-@pytest.mark.parametrize("scheduler", [Two(), "sequential", "auto"], ids=["two", "sequential", "auto"])
+@pytest.mark.parametrize("scheduler", [TwoBatches(), "sequential", "auto"], ids=["two", "sequential", "auto"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_captures_stay(name, scheduler):
     model = build(name)
@@ -64,7 +52,7 @@ def test_captures_stay(name, scheduler):
 
 def test_a_cache_that_is_held_stays():
     model = build("llama")
-    hf.accelerate(model, Two(), max_cache_len=64)
+    hf.accelerate(model, TwoBatches(), max_cache_len=64)
     made = generated(model, 8, 12, return_dict_in_generate=True)
     held = [(layer.keys, layer.keys.clone()) for layer in made.past_key_values.layers]
     for _ in range(3):

@@ -19,29 +19,13 @@ import torch.distributed as dist
 import dynaflow as df
 from dynaflow import _torch
 from dynaflow.strategies import Auto, NanoFlow
-from tests.helpers import Each, pretend_graphs, uneven
+from tests.helpers import CUTS, Each, TwoBatches, pretend_graphs, uneven
 from tests.zoo import ZOO, _left_padding, _transformer
 
 transformers = pytest.importorskip("transformers")
 hf = df.integrations.transformers
 
-CUTS = (df.SplitModule("*.self_attn", tag="attention"), df.SplitModule("*.mlp", tag="mlp", optional=True))
 STEPS = 32
-
-
-class TwoBatches(df.OpSchedulerBase):
-    """The README's."""
-
-    def partition(self) -> list[Any]:
-        return list(CUTS)
-
-    def schedule(self, ctx: df.ScheduleContext) -> Any:
-        if ctx.batch_size < 4:
-            return ctx.sequential()
-        ctx.split(2)
-        while ops := ctx.get_ready_ops():
-            for op in ops:
-                ctx.execute(op, lane="memory" if "attention" in op.tags else "compute")
 
 
 class ThreeParts(Each):
@@ -49,8 +33,6 @@ class ThreeParts(Each):
 
     def __init__(self) -> None:
         super().__init__(CUTS, split=lambda rows: uneven(rows) if rows > 3 else None, lanes=3)
-
-
 
 
 def build(name: str = "llama") -> Any:
