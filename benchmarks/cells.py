@@ -22,6 +22,8 @@ from benchmarks.settings import Settings
 
 LAYERS = 4
 """Of the Llama; of mixtures of experts."""
+MORE_LAYERS = 16
+"""Of the one whose weights are on the host: the first fetch and the last layer run beside nothing, of 32 it is less."""
 ALIKE = 0.1
 """How much of an expert's random weights is its own."""
 Make = Callable[[Settings], Case]
@@ -290,7 +292,8 @@ def _mixed(requests: int, context: int, prefilled: int, settings: Settings) -> C
 
 
 def _offloaded(batch: int, length: int, settings: Settings) -> Case:
-    ready = _llama(_situation(batch, length, False), settings)
+    layers = settings.layers or (LAYERS if settings.tiny else MORE_LAYERS)
+    ready = _llama(_situation(batch, length, False), replace(settings, layers=layers))
     model = ready.model
     df.offload(model, settings.device, match="*.layers.*", at_least=1 << (4 if settings.tiny else 20))
     return Case(name=f"{ready.name}, weights on the host", model=model, inputs=ready.inputs, limit=ready.limit)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from tests.gpu.test_cuda import exact_matmuls  # noqa: F401  (a fixture)
 from tests.helpers import Each
 from tests.unit.test_training import assert_same, gradients
 from tests.zoo import ZOO
