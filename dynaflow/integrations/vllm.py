@@ -97,12 +97,12 @@ def _with_options(init_backend: Callable[..., Any], compilation: Any, config: An
     return functools.partial(backend, options=options_of(config)) if found is backend else found
 
 
-def _with_builders(create: Callable[..., None], group: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Micro-batches have builders of metadata of their own, beside vLLM's."""
-    if config.compilation_config.backend != BACKEND:
-        return create(group, config, *args, **kwargs)
+    if vllm_config.compilation_config.backend != BACKEND:
+        return create(group, vllm_config, *args, **kwargs)
     kwargs["num_metadata_builders"] = max(1 + PARTS, kwargs.get("num_metadata_builders", 1))
-    create(group, config, *args, **kwargs)
+    create(group, vllm_config, *args, **kwargs)
     remember_builds(group)
 
 

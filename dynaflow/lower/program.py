@@ -432,13 +432,14 @@ class _Maker:
         program = self.program
         program.final_reads.extend(results)
         caller = None if program.partitioned else program.lanes[0]
-        for name in dict.fromkeys(results):
-            maker = self.maker.get(name)
+        device = self.graph.graph.device.type
+        for name, v in {name: v for v, name in whole.items()}.items():
+            maker, shape = self.maker.get(name), self.graph.values[v].shape
             if maker is None:
                 continue
             if pieces:  # a graph made it, in memory of its own
                 program.end.append(f"{name} = {name}.clone()")
-            elif program.steps[maker].lane != caller:
+            elif program.steps[maker].lane != caller and (shape is None or shape.device.type == device):
                 program.made_aside.append(name)
         if self.graph.ending is None:
             program.results = "(" + "".join(f"{r}, " for r in results).rstrip() + ")"

@@ -44,7 +44,7 @@ class Program:
     end: list[str] = field(default_factory=list)
     results: str = "()"
     made_aside: list[str] = field(default_factory=list)
-    """Results that were made on a lane other than the caller's."""
+    """Results in the device's memory that were made on a lane other than the caller's."""
     names: dict[str, Any] = field(default_factory=dict)
     """What the code refers to: operators, joins."""
     variables: list[str] = field(default_factory=list)

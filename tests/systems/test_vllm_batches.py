@@ -602,7 +602,7 @@ def test_builders_of_micro_batches_are_made_only_where_we_are_wanted() -> None:
     group: Any = Group()
     group.create_metadata_builders(config_with("inductor"), "cpu")
     assert [b.build for b in group.metadata_builders] == [print]
-    group.create_metadata_builders(config_with(integration.BACKEND), "cpu")
+    group.create_metadata_builders(vllm_config=config_with(integration.BACKEND), device="cpu")  # both runners do either
     assert len(group.metadata_builders) == 1 + PARTS
     assert group.metadata_builders[0].build is not print and group.metadata_builders[1].build is print
 
