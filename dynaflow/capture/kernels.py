@@ -373,7 +373,8 @@ def _product(
     kind: Kind, shape: tuple[int, int, int, int], dtype: torch.dtype, name: str, flops: int | None = None
 ) -> Kernel:
     many, m, n, k = shape
-    tiles = many * -(-m // 128) * -(-n // 128)
+    side = 64 if kind == "convolution" else 128  # a convolution has few channels, and gets small tiles
+    tiles = many * -(-m // side) * -(-n // side)
     flops = 2 * many * m * n * k if flops is None else flops
     return Kernel(kind=kind, name=name, flops=flops, dtype=_name(dtype), blocks=tiles, shape=shape)
 

@@ -53,7 +53,7 @@ class Phase:
     filled: float = 0.0
     """The share of the SMs that its kernels hold while they run; 0 if nothing is known of them."""
     idle: float = 0.0
-    """Of the seconds, those in which kernels start and end, and use nothing."""
+    """Of the seconds, those between kernels, in which nothing is used."""
 
     def stretched(self, scale: float) -> Phase:
         """The same work in another time; in none, what was too short to be measured."""
@@ -170,8 +170,9 @@ def _phase(kernel: Kernel, device: Device, sms: int | None) -> Phase:
     by_compute, by_memory = kernel.flops / flops / seconds, kernel.bytes / device.bytes_per_second / seconds
     saved = device.idle_power * (1.0 - there / device.sms)
     power = max(filled * compute / seconds * there / device.sms, by_memory * device.memory_power * (1.0 - saved))
-    return Phase(seconds, (by_compute, by_memory, 0.0, 0.0, 0.0, power, filled * busy / seconds),
-                 0.0 if kernel.kind == "other" else filled, device.kernel)  # fmt: skip
+    held = filled * (seconds - device.launch) / seconds
+    return Phase(seconds, (by_compute, by_memory, 0.0, 0.0, 0.0, power, held),
+                 0.0 if kernel.kind == "other" else filled, device.launch)  # fmt: skip
 
 
 def _compute(kernel: Kernel, device: Device, sms: int | None) -> tuple[float, float]:
