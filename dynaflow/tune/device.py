@@ -57,7 +57,7 @@ class Device:
     kernel: float = 3.7 * MICRO
     """How long a kernel takes at least, in the middle of others on its stream."""
     launch: float = 1.1 * MICRO
-    """What a kernel takes less in a CUDA graph than launched by itself; and how long nothing runs between two of them."""
+    """What a kernel takes less in a CUDA graph than launched by itself; and how long nothing runs between two."""
     wait: float = 3 * MICRO
     """From the end of a task to the start of one on another lane that waited for it."""
     host_call: float = 300 * MICRO
