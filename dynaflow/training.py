@@ -77,7 +77,7 @@ class TrainStep:
             )
         inputs = {**dict(zip(self._names[: len(args)], args, strict=True)), **kwargs}
         parts = self._parts(inputs)
-        streams = self._streams(next(v.device for v in inputs.values() if isinstance(v, Tensor)))
+        streams = self._streams([v.device for v in inputs.values() if isinstance(v, Tensor)])
         flying: deque[tuple[Tensor, float, Any]] = deque()
         losses, done = [], None
         try:
@@ -136,9 +136,10 @@ class TrainStep:
             return float(rows)
         return float((labels[..., 1:] if self._shifted else labels).ne(IGNORED).sum())
 
-    def _streams(self, device: torch.device) -> list[Any]:
+    def _streams(self, devices: list[torch.device]) -> list[Any]:
         """One for each micro-batch in flight, the caller's first, on which gradients are made; None: no streams."""
-        if device.type != "cuda":
+        device = next((device for device in devices if device.type == "cuda"), None)
+        if device is None:
             return [None]
         if device not in self._sides:
             self._sides[device] = [torch.cuda.Stream(device) for _ in self.models[1:]]
