@@ -15,6 +15,7 @@ from dynaflow.schedule.check import check
 from dynaflow.schedule.context import OpItem, ScheduleContext
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
 from dynaflow.stats import Stats
+from dynaflow.training import TrainStep
 from dynaflow.view.text import draw
 from dynaflow.view.timeline import Timeline
 
@@ -41,6 +42,7 @@ __all__ = [
     "Stats",
     "Task",
     "Timeline",
+    "TrainStep",
     "VerifyError",
     "by_rows",
     "check",

@@ -241,6 +241,7 @@ def compile_passes(
     from torch.utils._python_dispatch import _disable_current_modes
 
     def inner(graph: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        _traced().bw_donated_idxs = []  # nobody writes to what is saved: it serves a second backward() as well
         with _disable_current_modes():  # tensors are fake in here, and what we look at is not
             run = make(graph, bool(options.get("is_backward")))
 
@@ -255,19 +256,55 @@ def compile_passes(
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # it keeps what Inductor makes, and nothing else
+    options = {
+        "enable_autograd_cache": False,  # it keeps what Inductor makes, and nothing else
+        "backward_pass_autocast": "off",  # as where backward() is called
+    }
+    with torch._functorch.config.patch(options):
         made: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     return cast("Callable[..., Any]", made)
 
 
+def draw_by_seed(gm: fx.GraphModule) -> None:
+    """Makes a pass drawn up for Inductor fit to run as it is: torch's own stand-ins for Inductor's random numbers know
+    nothing of seeds, and what the backward pass draws again has to be what the forward pass drew."""
+    from torch._inductor import inductor_prims
+
+    for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.random):
+        node.target, node.kwargs = torch.ops.dynaflow.random.default, {}
+    gm.recompile()
+
+
+def _random(size: Sequence[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
+    generator = torch.Generator(seed.device).manual_seed(int(seed))
+    return cast("torch.Tensor", getattr(torch, mode)(size, generator=generator, device=seed.device, dtype=torch.float))
+
+
+_library = torch.library.Library("dynaflow", "FRAGMENT")
+_library.define("random(SymInt[] size, Tensor seed, str mode) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_library.impl("random", _random, "CompositeExplicitAutograd")
+
+
+def _fake_random(size: Sequence[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
+    return torch.empty(size, device=seed.device, dtype=torch.float)
+
+
+torch.library.register_fake("dynaflow::random", _fake_random, lib=_library)
+
+
 def saved_results() -> slice:
     """Which results of the forward graph that is being compiled are tensors that the backward graph gets."""
+    found: slice = _traced().tensors_saved_for_backwards_slice
+    return found
+
+
+def _traced() -> Any:
+    """What AOTAutograd knows of the passes that are being compiled."""
     from torch._guards import TracingContext
 
     meta = TracingContext.get().fw_metadata
     assert meta is not None
-    found: slice = meta.tensors_saved_for_backwards_slice
-    return found
+    return meta
 
 
 def _wrapper_is_idle(meta: Any, inputs: int) -> bool:

@@ -148,6 +148,8 @@ class Engine:
 
         def make(part: fx.GraphModule, backward: bool) -> GraphRunner:
             try:
+                if self.operators.mode == "eager":
+                    _torch.draw_by_seed(part)
                 return self._runner(passes.read(part, backward))
             except Exception as e:
                 ours.append(e)

@@ -59,7 +59,6 @@ class Passes:
             self._forward = graph
         return graph
 
-
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
         """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
         (output,) = gm.graph.find_nodes(op="output")

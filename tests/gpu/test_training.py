@@ -62,3 +62,47 @@ def test_saved_activations_leave_the_device(operators: Any) -> None:
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < 0.7 * peaks[0], peaks
+
+
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_micro_batches_of_a_step_are_on_two_streams(lanes: int, operators: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Layers().cuda(), torch.randn(4096, 512, device="cuda")
+    model(x).square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    streams: dict[int, set[str]] = {}
+
+    def note(task: df.Task, what: str) -> None:
+        streams.setdefault(torch.cuda.current_stream().cuda_stream, set()).add(task.items[0].op)
+
+    scheduler = Each([df.SplitModule("layers.*")], split=lanes, lanes=lanes)
+    step = df.TrainStep(
+        lambda x: model(x).square().mean(), scheduler, micro_batches=[1024, 512, 2048, 512], in_flight=2,
+        operators=operators, on_task=note,
+    )  # fmt: skip
+    for _ in range(4):  # nothing waits in between but what the step itself sees to
+        model.zero_grad(set_to_none=True)
+        loss = step(x)
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert_same(found, expected, 1e-3)
+        torch.testing.assert_close(loss, model(x).square().mean(), rtol=1e-3, atol=1e-5)
+    assert len(streams) >= 2 and torch.cuda.current_stream().cuda_stream in streams
+    for ops in streams.values() if lanes == 1 else ():
+        assert any(op.endswith(".weights") for op in ops), "a backward pass left the stream of its forward pass"
+
+
+def test_activations_of_a_step_are_those_in_flight() -> None:
+    model, x = Layers().cuda(), torch.randn(8192, 512, device="cuda")
+    peaks = []
+    for in_flight in (1, 4):
+        step = df.TrainStep(lambda x: model(x).square().mean(), micro_batches=4, in_flight=in_flight, operators="eager")
+        for _ in range(2):
+            step(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(x)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[0] < 0.6 * peaks[1], peaks

@@ -1,0 +1,181 @@
+"""Whole steps of training in micro-batches, with the loss and the gradients of the whole batch.
+
+A micro-batch is a call of the compiled model and a backward() of its own: each pass has its plans, and autograd adds
+gradients up in place. The forward pass of a micro-batch is issued before the backward pass of the one before it. On
+CUDA each one in flight has a stream, and a compiled model with lanes, events and memory of its own, since autograd goes
+back on the stream that it came on. So what a micro-batch keeps is made, used and let go on one stream, and all that two
+of them share is gradients: backward passes wait for each other, in order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dynaflow import _torch
+from dynaflow.api import compile
+from dynaflow.capture.graph import BatchDims, is_named
+from dynaflow.errors import SplitError
+from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.schedule.split import split_rows
+
+IGNORED = -100
+"""The label that torch's losses leave out."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class TrainStep:
+    """Does what `model(**inputs).loss.backward()` does, in micro-batches; called with the inputs, returns the loss.
+
+    model: returns the loss, or what has it as `.loss` or ["loss"].
+    scheduler, options: as in `compile`. A micro-batch is the batch that the scheduler sees.
+    micro_batches: how many, of about equal size; or their sizes.
+    in_flight: for how many of them activations may be kept at once.
+    reduction: whether the loss is a mean over the batch or a sum.
+    weight: for a mean, the number of items that it is taken over, given the inputs of some rows. By default that of
+        the `labels` that are not -100 (without the first of each row where transformers shifts them), if there is
+        such an input; else that of the rows.
+    batch_dims: which inputs carry the batch, and on which dim; by default all tensors, on dim 0.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        scheduler: OpSchedulerBase | str | None = None,
+        *,
+        micro_batches: int | Sequence[int] = 2,
+        in_flight: int = 2,
+        reduction: Literal["mean", "sum"] = "mean",
+        weight: Callable[[Mapping[str, Any]], Any] | None = None,
+        batch_dims: BatchDims | None = None,
+        **options: Any,
+    ) -> None:
+        if in_flight < 1 or micro_batches == 0 or reduction not in ("mean", "sum"):
+            raise SplitError(
+                f"TrainStep(micro_batches={micro_batches!r}, in_flight={in_flight}, reduction={reduction!r})",
+                advice='at least one micro-batch, one of them in flight, and a reduction that is "mean" or "sum"',
+            )
+        self.models = [compile(model, scheduler, batch_dims=batch_dims, **options) for _ in range(in_flight)]
+        """One for each stream; on CPU all micro-batches go through the first."""
+        self._micro_batches, self._batch_dims = micro_batches, batch_dims
+        self._mean, self._weight, self._shifted = reduction == "mean", weight, _shifts_labels(model)
+        self._names = tuple(inspect.signature(self.models[0]).parameters)
+        self._norms = [m for root in _modules(model) for m in root.modules() if isinstance(m, BATCH_NORMS)]
+        self._sides: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of the whole batch. Gradients are added to those that are there."""
+        if any(norm.training for norm in self._norms):
+            raise SplitError(
+                "batch norm in training mode takes its statistics from the whole batch",
+                advice="call eval() on it; or use compile, under which it runs once for all micro-batches",
+            )
+        inputs = {**dict(zip(self._names[: len(args)], args, strict=True)), **kwargs}
+        parts = self._parts(inputs)
+        streams = self._streams([v.device for v in inputs.values() if isinstance(v, Tensor)])
+        flying: deque[tuple[Tensor, float, Any]] = deque()
+        losses, done = [], None
+        try:
+            for i, (part, weight) in enumerate(parts):
+                if len(flying) == len(self.models):
+                    done = _backward(*flying.popleft(), done)
+                which = i % len(streams)
+                with torch.cuda.stream(streams[which]):
+                    flying.append((_loss_of(self.models[which](**part)), weight, streams[which]))
+                    losses.append(flying[-1][0].detach() * weight)
+            while flying:
+                done = _backward(*flying.popleft(), done)
+        finally:
+            for side in streams[1:]:
+                streams[0].wait_stream(side)
+        if done is not None:
+            for loss in losses:
+                loss.record_stream(streams[0])
+        return torch.stack(losses).sum(0)
+
+    def _parts(self, inputs: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
+        """The inputs of each micro-batch, and the part that its loss has in the whole's."""
+        dims = dict(self._dims(inputs))
+        sizes = {name: inputs[name].size(dim) for name, dim in dims.items()}
+        if len(set(sizes.values())) != 1:
+            raise SplitError(
+                f"the inputs have no batch in common: {sizes}",
+                advice='say which of them carry it, and on which dim: batch_dims={"x": 0}',
+            )
+        parts = []
+        for rows in split_rows(self._micro_batches, next(iter(sizes.values()))):
+            cut = {n: inputs[n].narrow(dim, rows.start, rows.stop - rows.start) for n, dim in dims.items()}
+            parts.append(({**inputs, **cut}, self._items({**inputs, **cut}, rows.stop - rows.start)))
+        total = sum(items for _, items in parts) if self._mean else 1.0
+        # One without items has no mean (0 / 0), and no part in the whole's; nor has the whole, if none has any.
+        return [(part, items / total) for part, items in parts if items] or [(part, 1.0) for part, _ in parts]
+
+    def _dims(self, inputs: dict[str, Any]) -> Iterator[tuple[str, int]]:
+        for name, value in inputs.items():
+            if not isinstance(value, Tensor):
+                if any(isinstance(leaf, Tensor) for leaf in _torch.tree_leaves(value)):
+                    raise SplitError(f"{name!r} has tensors inside", advice="give each as an input of its own")
+            elif self._batch_dims is None:
+                yield from [(name, 0)] if value.dim() else []
+            else:
+                found = [dim for wanted, dim in self._batch_dims.items() if is_named(name, wanted)]
+                yield from [(name, found[0])] if found and found[0] is not None else []
+
+    def _items(self, part: Mapping[str, Any], rows: int) -> float:
+        if not self._mean:
+            return 1.0
+        if self._weight is not None:
+            return float(self._weight(part))
+        labels = part.get("labels")
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return float(rows)
+        return float((labels[..., 1:] if self._shifted else labels).ne(IGNORED).sum())
+
+    def _streams(self, devices: list[torch.device]) -> list[Any]:
+        """One for each micro-batch in flight, the caller's first, on which gradients are made; None: no streams."""
+        device = next((device for device in devices if device.type == "cuda"), None)
+        if device is None:
+            return [None]
+        if device not in self._sides:
+            self._sides[device] = [torch.cuda.Stream(device) for _ in self.models[1:]]
+        main = torch.cuda.current_stream(device)
+        for side in self._sides[device]:
+            side.wait_stream(main)
+        return [main, *self._sides[device]]
+
+
+def _backward(loss: Tensor, weight: float, stream: Any, last: Any) -> torch.cuda.Event | None:
+    """Begins where the `last` one ended, which wrote the same gradients; returns its own end."""
+    with torch.cuda.stream(stream):
+        if last is not None:
+            last.wait()
+        loss.backward(torch.full_like(loss, weight))
+        return None if stream is None else stream.record_event()
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise SplitError(
+            f"the model's loss is no scalar, but {what}",
+            advice="pass a function that returns the loss: lambda x, y: cross_entropy(model(x), y)",
+        )
+    return loss
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    """The model; or those that a function has in its closure."""
+    cells = getattr(model, "__closure__", None) or ()
+    return [m for m in (model, *(cell.cell_contents for cell in cells)) if isinstance(m, nn.Module)]
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether it is one of transformers' that predict next tokens: then the first label of a row does not count."""
+    name = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return name == "ForCausalLMLoss" and not getattr(model.config, "is_encoder_decoder", False)
