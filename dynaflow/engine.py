@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,10 +146,13 @@ class Engine:
         """Both passes, each with plans of its own."""
         passes = Passes(gm, self.parameters, self.batch_dims, self.offload_saved)
         ours: list[Exception] = []
+        engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
 
         def make(part: fx.GraphModule, backward: bool) -> GraphRunner:
             try:
-                return self._runner(passes.read(part, backward))
+                engine = engine_of()
+                assert engine is not None, "captured by a compiled model that is gone"
+                return engine._runner(passes.read(part, backward))
             except Exception as e:
                 ours.append(e)
                 raise
