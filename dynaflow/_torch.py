@@ -260,6 +260,17 @@ def compile_passes(
     return cast("Callable[..., Any]", made)
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls it at the end of the backward pass that is under way. What it raises, backward() raises. Seen on 2.11 and
+    2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody wants to be called with its gradient. Seen on 2.11 and 2.13."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def saved_results() -> slice:
     """Which results of the forward graph that is being compiled are tensors that the backward graph gets."""
     from torch._guards import TracingContext
