@@ -1,4 +1,5 @@
-"""Training steps: forward, backward and the optimizer's step, against torch.compile; and activations in host memory."""
+"""Training steps: forward, backward and the optimizer's step, against torch.compile; with activations in host memory;
+and with the optimizer's step beside the backward pass."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
 from benchmarks.variants import own_code
 
+BESIDE = "optimizer_beside"
 PLAIN, OURS, HOST, SAVED = "torch.compile", "sequential", "prefetch, activations on the host", "save_on_cpu"
 AT_LEAST = 1 << 20
 """Bytes: what is smaller stays on the device."""
@@ -70,15 +72,20 @@ def trials(settings: Settings) -> Iterator[Trial]:
     if not settings.can_hold_llama:
         return
     steps = once(lambda: _make(settings))
+    no_peak = "" if settings.cuda else "memory is counted on CUDA"
     where = "tiny Llama" if settings.tiny else "Llama-3-1B, batch 8 x 2048"
     yield Trial(what="sequential: time of a step", baseline=PLAIN, situation=where, limit=1.01,
                 run=lambda: _compare(steps(), OURS, PLAIN, settings))  # fmt: skip
     yield Trial(what="activations on the host: peak of a step", baseline="on the device", situation=where, limit=0.6,
-                skip="" if settings.cuda else "memory is counted on CUDA", run=lambda: _peaks(steps()))  # fmt: skip
+                skip=no_peak, run=lambda: _peaks(steps(), HOST, OURS))  # fmt: skip
     yield Trial(what="activations on the host: time of a step", baseline="on the device", situation=where, limit=1.05,
                 run=lambda: _compare(steps(), HOST, OURS, settings))  # fmt: skip
     yield Trial(what="activations on the host: how many times faster", baseline="torch's save_on_cpu", situation=where,
                 limit=1.5, at_least=True, run=lambda: _compare(steps(), SAVED, HOST, settings))  # fmt: skip
+    yield Trial(what="optimizer beside backward: time of a step", baseline="torch.compile + fused AdamW",
+                situation=where, limit=1.0, run=lambda: _compare(steps(), BESIDE, PLAIN, settings))  # fmt: skip
+    yield Trial(what="optimizer beside backward: peak of a step", baseline="torch.compile + fused AdamW",
+                situation=where, skip=no_peak, run=lambda: _peaks(steps(), BESIDE, PLAIN))  # fmt: skip
 
 
 def _make(settings: Settings) -> Steps:
@@ -95,17 +102,21 @@ def _make(settings: Settings) -> Steps:
     own = torch.compile(own_code(model), backend="inductor" if settings.operators == "inductor" else "eager")
     host = df.compile(model, "prefetch", operators=settings.operators, offload_saved=1 if settings.tiny else AT_LEAST)
     ours = df.compile(model, operators=settings.operators)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=settings.cuda or None)
+    beside = df.compile(model, BESIDE, operators=settings.operators, optimizer=optimizer)
     steps = Steps(
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5, fused=settings.cuda or None),
+        optimizer=optimizer,
         inputs={"input_ids": tokens, "labels": tokens},
-        calls={PLAIN: own, OURS: ours, HOST: host, SAVED: own},
+        calls={PLAIN: own, OURS: ours, HOST: host, SAVED: own, BESIDE: beside},
     )
     expected = [g.clone() for g in steps.gradients(PLAIN)]
-    for name in steps.calls:
+    for name in (OURS, HOST, SAVED):
         away = agree(expected, steps.gradients(name), 0.1 if settings.cuda else 1e-3)
         progress(f"  {name}: gradients differ by {away:.1e}")
-    for fast in (ours, host):
+    if steps.gradients(BESIDE):
+        raise RuntimeError("gradients were left over by the steps beside the backward pass")
+    for fast in (ours, host, beside):
         if fast.stats.plain_graphs or fast.stats.graph_breaks or fast.stats.runs < 2:
             raise RuntimeError(f"not two planned passes: {fast.stats}")
     del expected
@@ -120,14 +131,14 @@ def _compare(steps: Steps, ours: str, baseline: str, settings: Settings) -> Figu
     return ratio(times[ours], times[baseline])
 
 
-def _peaks(steps: Steps) -> Figure:
-    (ours, ours_more), (theirs, theirs_more) = steps.peak(HOST), steps.peak(OURS)
+def _peaks(steps: Steps, mine: str, baseline: str) -> Figure:
+    (ours, ours_more), (theirs, theirs_more) = steps.peak(mine), steps.peak(baseline)
     return figure([ours / theirs], ours_GiB=ours, baseline_GiB=theirs, beyond_weights=ours_more / theirs_more)
 
 
 BENCHMARK = Benchmark(
     name="training",
-    title="Training steps: forward, backward and AdamW; and with saved activations in host memory.",
+    title="Training steps: forward, backward and AdamW; with saved activations in host memory; with AdamW beside.",
     suites=("training",),
     trials=trials,
 )

@@ -292,6 +292,17 @@ def _fake_random(size: Sequence[int], seed: torch.Tensor, mode: str) -> torch.Te
 torch.library.register_fake("dynaflow::random", _fake_random, lib=_library)
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls it at the end of the backward pass that is under way. What it raises, backward() raises. Seen on 2.11 and
+    2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody wants to be called with its gradient. Seen on 2.11 and 2.13."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def saved_results() -> slice:
     """Which results of the forward graph that is being compiled are tensors that the backward graph gets."""
     found: slice = _traced().tensors_saved_for_backwards_slice

@@ -31,6 +31,7 @@ from dynaflow.tune.measure import Snapshot
 from dynaflow.tune.profile import Profiler
 from dynaflow.tune.simulate import simulate
 from dynaflow.tune.simulation import Simulation
+from dynaflow.updates import check_model
 
 
 def compile(
@@ -49,6 +50,7 @@ def compile(
     static_inputs: Sequence[str] = (),
     on_task: OnTask | None = None,
     offload_saved: int | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> CompiledModel:
     """Returns the model with its operators run as `scheduler` says. The model itself is left as it is.
 
@@ -69,6 +71,9 @@ def compile(
     on_task: called as on_task(task, "start" | "stop") around each task, on its lane, for instrumentation.
     offload_saved: in training, what the forward pass saves for the backward pass goes to host memory, if it has that
         many bytes; the scheduler "prefetch" has the copy engines do it beside the computation.
+    optimizer: its steps (SGD, Adam, AdamW) are made during the backward pass, a layer at a time; the scheduler
+        "optimizer_beside" has them run beside the backward of the layers below. Each backward pass is a step, with the
+        settings of the moment; the gradients are gone after it, and optimizer.step() does what remains.
     """
     return CompiledModel(
         model,
@@ -87,6 +92,7 @@ def compile(
                 "static_inputs": static_inputs,
                 "on_task": on_task,
                 "offload_saved": offload_saved,
+                "optimizer": optimizer,
             },
         ),
         fullgraph,
@@ -212,6 +218,8 @@ _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary
 
 def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
     check_options(options)
+    if options.get("optimizer") is not None:
+        check_model(model)
     given = {k: v for k, v in options.items() if not k.startswith("scheduler") and v is not None}
     return Engine(_scheduler(**options), parameters=_signature(model), **given)
 

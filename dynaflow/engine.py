@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from dynaflow.schedule.ranks import Meetings
 from dynaflow.stats import Stats
 from dynaflow.trials import Trials
 from dynaflow.tune.measure import NoRoom, copied
+from dynaflow.updates import Updates
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
@@ -88,8 +90,10 @@ class Engine:
         on_task: OnTask | None = None,
         parameters: tuple[str, ...] = (),
         offload_saved: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.offload_saved = offload_saved
+        self.updates = None if optimizer is None else Updates(optimizer)
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
         self.dynamic_dims = dynamic_dims or {}
         self.stats = Stats()
@@ -143,14 +147,17 @@ class Engine:
 
     def _training(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Both passes, each with plans of its own."""
-        passes = Passes(gm, self.parameters, self.batch_dims, self.offload_saved)
+        passes = Passes(gm, self.parameters, self.batch_dims, self.offload_saved, self.updates)
         ours: list[Exception] = []
+        engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
 
-        def make(part: fx.GraphModule, backward: bool) -> GraphRunner:
+        def make(part: fx.GraphModule, backward: bool) -> Callable[..., Any]:
             try:
-                if self.operators.mode == "eager":
+                engine = engine_of()
+                assert engine is not None, "captured by a compiled model that is gone"
+                if engine.operators.mode == "eager":
                     _torch.draw_by_seed(part)
-                return self._runner(passes.read(part, backward))
+                return passes.call(engine._runner(passes.read(part, backward)), backward)
             except Exception as e:
                 ours.append(e)
                 raise

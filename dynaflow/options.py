@@ -30,6 +30,7 @@ OPTIONS = (
     "static_inputs",
     "on_task",
     "offload_saved",
+    "optimizer",
 )
 """Those of `dynaflow.compile`, where they are explained."""
 
@@ -86,6 +87,11 @@ def check_options(options: Options) -> None:
         raise DynaFlowError(f"operators={options['operators']!r}", advice='say "inductor" or "eager"')
     if options.get("cudagraph") not in (None, "plan", "pieces"):
         raise DynaFlowError(f"cudagraph={options['cudagraph']!r}", advice='say "plan", "pieces" or None')
+    if options.get("optimizer") is not None and options.get("verify"):
+        raise DynaFlowError(
+            "verify=True with optimizer=: what runs beside the plan would make steps of its own",
+            advice="verify the plans without optimizer=, and then train",
+        )
 
 
 def scheduler_of(

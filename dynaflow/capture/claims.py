@@ -26,6 +26,7 @@ from dynaflow.capture.rules import (
     target_names,
 )
 from dynaflow.errors import PartitionError, nearest
+from dynaflow.updates import UPDATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,5 +195,7 @@ def has_no_rows(node: fx.Node, probe: Probe) -> bool:
 def _state_claim(node: fx.Node, claim: Claim | None) -> Claim:
     stack = module_stack(node)
     owner = claim.name if claim else (stack[-1][0] if stack else "model")
+    if node.target is torch.ops.dynaflow.update.default:  # each is worth a lane of its own
+        return Claim(key=(UPDATE, node.name), name=f"{owner}.{UPDATE}", tags=frozenset({UPDATE}), splittable=None)
     key = ("state", *(claim.key if claim else (owner,)))
     return Claim(key=key, name=f"{owner}.state", tags=frozenset({"state"}), splittable=None)

@@ -7,16 +7,17 @@ backward graph know the modules whose forward they belong to, so operators have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.calls import is_view
 from dynaflow.capture.graph import BatchDims, CapturedGraph, copied
 from dynaflow.capture.rules import ORIGIN
+from dynaflow.capture.updating import Updating, base
+from dynaflow.updates import Updates
 
 
 def wants_gradients(gm: fx.GraphModule) -> bool:
@@ -29,7 +30,12 @@ class Passes:
     """The two passes of one captured model."""
 
     def __init__(
-        self, gm: fx.GraphModule, parameters: Sequence[str], declared: BatchDims | None, offload_saved: int | None
+        self,
+        gm: fx.GraphModule,
+        parameters: Sequence[str],
+        declared: BatchDims | None,
+        offload_saved: int | None,
+        updates: Updates | None,
     ) -> None:
         self._parameters, self._declared, self._at_least = parameters, declared, offload_saved
         self._partial = _torch.is_part(gm)
@@ -40,6 +46,10 @@ class Passes:
         self._forward: CapturedGraph | None = None
         self._stored: dict[str, fx.Node] = {}
         """What the forward pass stores in host memory, by the name that it has in both passes."""
+        self._updating: Updating | None = None
+        if updates is not None:
+            real = {name: _torch.graph_input(node)[2] for name, node in zip(self._inputs, places, strict=True)}
+            self._updating = Updating(updates, real, self._partial)
 
     def read(self, gm: fx.GraphModule, backward: bool) -> CapturedGraph:
         """One of the passes. The forward pass comes first."""
@@ -50,6 +60,8 @@ class Passes:
                 node.meta["nn_module_stack"] = _around(node)
         if self._at_least is not None:
             self._fetch(gm) if backward else self._store(gm, self._at_least)
+        if self._updating is not None:
+            self._updating.add_to_backward(gm) if backward else self._updating.look_at_forward(gm)
         rows = self._forward.batch_symbols if backward and self._forward is not None else None
         graph = CapturedGraph(
             gm, self._parameters, self._declared if rows is None else None,
@@ -59,6 +71,10 @@ class Passes:
             self._forward = graph
         return graph
 
+    def call(self, run: Callable[..., Any], backward: bool) -> Callable[..., Any]:
+        """What runs a pass, as AOTAutograd calls it."""
+        return self._updating.call(run) if backward and self._updating is not None else run
+
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
         """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
         (output,) = gm.graph.find_nodes(op="output")
@@ -66,7 +82,7 @@ class Passes:
         returned = {results[i] for i in range(len(results)) if i not in saved}
         for i in saved:
             node = results[i]
-            made = _base(node).op == "call_function" and node not in returned  # not a view of a weight, nor a result
+            made = base(node).op == "call_function" and node not in returned  # not a view of a weight, nor a result
             if made and _is_large(node.meta["val"], at_least):
                 with gm.graph.inserting_after(node):
                     results[i] = gm.graph.call_function(torch.ops.dynaflow.store.default, (node,))
@@ -100,13 +116,6 @@ class Passes:
             meta[ORIGIN] = (call, self._calls[call])
         if node.op == "placeholder" and "grapharg" in self._inputs.get(node.name, ()):
             meta["grapharg"] = self._inputs[node.name]["grapharg"]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """What a node is a view of; itself, if it is none."""
-    while isinstance(node.target, _torch.OpOverload) and is_view(node.target._schema):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _is_large(value: Any, at_least: int) -> bool:

@@ -21,6 +21,7 @@ CLASSES = {
     "comet": "Comet",
     "branches": "Branches",
     "prefetch": "Prefetch",
+    "optimizer_beside": "OptimizerBeside",
     "searched": "Searched",
     "auto": "Auto",
 }

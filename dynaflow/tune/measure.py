@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dynaflow.capture.ops import OpGraph
+from dynaflow.updates import UPDATE
 
 WARM_UP = 3
 ROUNDS = 9
@@ -19,7 +20,7 @@ MOST_ROUNDS = 101
 
 
 class NoRoom(Exception):
-    """What is to be copied is too large for that."""
+    """What is to be put back can't be: it is too large for a copy, or out of reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class Snapshot:
     """The inputs that a graph writes, as they were."""
 
     def __init__(self, graph: OpGraph, args: Sequence[Any]) -> None:
+        if any(UPDATE in op.tags for op in graph.ops):
+            raise NoRoom("the steps of an optimizer can't be taken back, so nothing is measured")
         written = {v.input for v in graph.values if v.input is not None and v.storage in graph.written}
         inputs = [args[i] for i in sorted(written)]
         _check_room(inputs)

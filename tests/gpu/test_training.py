@@ -1,7 +1,8 @@
-"""Training on CUDA: both passes on streams, and saved activations in host memory."""
+"""Training on CUDA: both passes on streams, saved activations in host memory, and steps beside the backward pass."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import dynaflow as df
 from tests.gpu.test_cuda import exact_matmuls  # noqa: F401  (a fixture)
 from tests.helpers import Each
 from tests.unit.test_training import assert_same, gradients
+from tests.unit.test_updates import Beside, adamw
 from tests.zoo import ZOO
 
 if not torch.cuda.is_available():
@@ -106,3 +108,37 @@ def test_activations_of_a_step_are_those_in_flight() -> None:
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[0] < 0.6 * peaks[1], peaks
+
+
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
+def test_steps_beside_the_backward_pass(how: Any, operators: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    for inner in (None, Each([df.SplitModule("layers.*")], split=2, lanes=2)):
+        model = Layers(width=256).cuda()
+        both = Beside(
+            monkeypatch, model, partial(adamw, **how), df.strategies.OptimizerBeside(inner), operators=operators
+        )
+        for _ in range(4):
+            both.step(x=torch.randn(2048, 256, device="cuda"))
+        assert len(both.updated) == len(list(model.parameters())) and not both.copied
+
+
+def test_gradients_of_a_layer_go_before_the_last_is_there() -> None:
+    """No more of them are in memory at a time than those of a few layers."""
+    peaks = []
+    for beside in (False, True):
+        torch.manual_seed(0)
+        model, x = Layers(layers=16, width=2048).cuda(), torch.randn(64, 2048, device="cuda")
+        optimizer = adamw(model.parameters(), fused=True)
+        fast = df.compile(model, "optimizer_beside", operators="eager", optimizer=optimizer if beside else None)
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            fast(x).square().mean().backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 0.5 * peaks[0], peaks

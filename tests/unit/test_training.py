@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +272,15 @@ def test_nothing_is_said_where_all_is_well() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         fast(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_compiled_model_that_was_trained_can_go() -> None:
+    fast = compiled(Stack(), Each(STACK_RULES, split=2))
+    fast(torch.randn(4, 8)).sum().backward()
+    engine = weakref.ref(fast._engine)
+    del fast
+    gc.collect()
+    assert engine() is None
 
 
 # What forward saves for backward, in host memory

@@ -1,0 +1,72 @@
+"""The optimizer's step for a layer, beside the backward of the layers below (`df.compile(..., optimizer=...)`).
+
+A step streams weights and states through memory and computes next to nothing; what runs beside it mostly computes. The
+gradients of a layer are gone before those of the next but one are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dynaflow as df
+
+UPDATE = "update"
+
+
+class OptimizerBeside(df.OpSchedulerBase):
+    """Steps on a lane of their own, as soon as they can be made; the rest as `inner` says.
+
+    Operators wait until no more than `behind` layers have gradients that are not applied yet. `inner` sees the graph
+    without steps; its own `key` is not asked. None: all in order, on one lane.
+    """
+
+    def __init__(self, inner: df.OpSchedulerBase | None = None, behind: int = 1) -> None:
+        if behind < 0:
+            raise df.ScheduleError(f"OptimizerBeside(behind={behind}): ahead of its gradient", advice="pass 0 or more")
+        self.inner, self.behind = inner or df.Sequential(), behind
+
+    def partition(self) -> list[df.SplitFunc | df.SplitModule]:
+        return self.inner.partition()
+
+    def schedule(self, ctx: df.ScheduleContext) -> Any:
+        if not any(UPDATE in op.tags for op in ctx.ops):
+            return self.inner.schedule(ctx)
+        rest: Any = _WithoutSteps(ctx, self.behind)
+        return self.inner.schedule(rest)
+
+    def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
+        chosen = self.inner.choose(ctx)
+        return self if chosen is self.inner else OptimizerBeside(chosen, self.behind)
+
+    def bucket(self, batch_size: int) -> int:
+        return self.inner.bucket(batch_size)
+
+
+class _WithoutSteps:
+    """The context as the inner scheduler sees it: steps are not there, and are issued as soon as they are ready."""
+
+    def __init__(self, ctx: df.ScheduleContext, behind: int) -> None:
+        self._ctx, self._behind = ctx, behind
+        self.ops = tuple(op for op in ctx.ops if UPDATE not in op.tags)
+        self._steps: list[df.OpItem] = []  # on their way, and nobody waits for them yet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def get_ready_ops(self) -> list[df.OpItem]:
+        return [item for item in self._ctx.get_ready_ops() if UPDATE not in item.tags]
+
+    def execute(self, ops: df.OpItem | Sequence[df.OpItem], *args: Any, **kwargs: Any) -> None:
+        if len(self._steps) > self._behind:  # steps run one after the other: the last of these is enough
+            kwargs["after"] = [*kwargs.get("after", ()), self._steps[-1 - self._behind]]
+            del self._steps[: -self._behind or None]
+        self._ctx.execute(ops, *args, **kwargs)
+        for item in self._ctx.get_ready_ops():
+            if UPDATE in item.tags:
+                self._ctx.execute(item, lane=UPDATE)
+                self._steps.append(item)
+
+    def sequential(self) -> None:
+        while ops := self.get_ready_ops():
+            self.execute(ops[0])
