@@ -146,9 +146,9 @@ class Engine:
         passes = Passes(gm, self.parameters, self.batch_dims, self.offload_saved)
         ours: list[Exception] = []
 
-        def make(part: fx.GraphModule, backward: bool) -> GraphRunner:
+        def make(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
             try:
-                return self._runner(passes.read(part, backward))
+                return self._runner(passes.read(part, backward)).boxed
             except Exception as e:
                 ours.append(e)
                 raise
@@ -172,14 +172,14 @@ class Engine:
 
     # From arguments to a runnable plan
 
-    def situation(self, runner: GraphRunner, args: tuple[Any, ...]) -> Situation:
+    def situation(self, runner: GraphRunner, args: Sequence[Any]) -> Situation:
         sizes, facts = runner.sizes(args), self.facts()
         schedules = self._schedules
         if schedules.chooses:
             schedules = self._chosen(runner, sizes, args, facts)
         return Situation(schedules, sizes, facts)
 
-    def find(self, runner: GraphRunner, situation: Situation, args: tuple[Any, ...]) -> Lowered | None:
+    def find(self, runner: GraphRunner, situation: Situation, args: Sequence[Any]) -> Lowered | None:
         """The plan for these arguments; None when the graph can't be scheduled at all."""
         schedules, sizes, facts = situation
         found = self._stretched(schedules, runner, args, facts) if schedules.elastic else None
@@ -192,7 +192,7 @@ class Engine:
             return self.make(schedules, runner, sizes, args, facts)
 
     def _stretched(
-        self, schedules: Schedules, runner: GraphRunner, args: tuple[Any, ...], facts: Mapping[str, Any]
+        self, schedules: Schedules, runner: GraphRunner, args: Sequence[Any], facts: Mapping[str, Any]
     ) -> Lowered | None:
         """A plan made for another batch, with the cuts of this one."""
         with self.lock:
@@ -206,7 +206,7 @@ class Engine:
             return elastic.at(ctx.resized(elastic.plan), {**runner.graph.hints, **values})
 
     def padding(
-        self, runner: GraphRunner, situation: Situation, args: tuple[Any, ...]
+        self, runner: GraphRunner, situation: Situation, args: Sequence[Any]
     ) -> tuple[Padding, int, int] | None:
         """How the batch is to be padded, from how many rows, and to how many; None if it stays as it is."""
         schedules, _, facts = situation
@@ -228,7 +228,7 @@ class Engine:
             return schedules.paddings[runner, spaces], rows, padded
 
     def _chosen(
-        self, runner: GraphRunner, sizes: tuple[int, ...], args: tuple[Any, ...], facts: Mapping[str, Any]
+        self, runner: GraphRunner, sizes: tuple[int, ...], args: Sequence[Any], facts: Mapping[str, Any]
     ) -> Schedules:
         """The schedules of whoever decides in this situation."""
         schedules = self._schedules
@@ -243,12 +243,12 @@ class Engine:
             schedules = schedules.chosen[key]
         return schedules
 
-    def note(self, runner: GraphRunner, args: tuple[Any, ...]) -> Any:
+    def note(self, runner: GraphRunner, args: Sequence[Any]) -> Any:
         """What a scheduler that chose for this situation has to say about it."""
         schedules = self._schedules
         return schedules.notes.get(self._choice(schedules, runner, runner.sizes(args), args, self.facts()))
 
-    def trials(self, runner: GraphRunner, args: tuple[Any, ...]) -> Trials:
+    def trials(self, runner: GraphRunner, args: Sequence[Any]) -> Trials:
         schedules, sizes, facts = self.situation(runner, args)
         return Trials(self, schedules, runner, sizes, args, facts)
 

@@ -212,13 +212,15 @@ class _Maker:
         if any(self._writes(op, v) and self.graph.values[v].input is not None for op in unit.ops for v in op.reads):
             # A join is a copy, and what is written to a copy of an argument is lost: only neighbours go together.
             runs = _neighbours(unit.parts)
-        for parts in runs[:-1]:
-            step.before.append(self._call(step, unit, parts))
-        step.call = self._call(step, unit, runs[-1])
-
-    def _call(self, step: Step, unit: Unit, parts: Parts) -> str:
         if not unit.writes and not any(written for op in unit.ops for _, written in op.touches):
-            return "pass  # nobody uses what it makes"
+            step.call = "pass  # nobody uses what it makes"
+            return
+        for parts in runs[:-1]:
+            call, box = self._call(step, unit, parts)
+            step.before.append(f"{call}([{', '.join(box)}])")
+        step.call, step.box = self._call(step, unit, runs[-1])
+
+    def _call(self, step: Step, unit: Unit, parts: Parts) -> tuple[str, list[str]]:
         sizes = self._sizes(parts)
         numbers = [self._number(e, parts) for e in unit.symbols]
         inputs: list[Shape | sympy.Expr | Thing | None] = list(unit.symbols)
@@ -263,7 +265,7 @@ class _Maker:
             name = f"{name}_{len(self.program.names)}"
         self.program.names[name] = call
         assigned = "".join(f"{t}, " for t in targets).rstrip()
-        return (f"{assigned} = " if assigned else "") + f"{name}({', '.join(numbers + args)})"
+        return (f"{assigned} = " if assigned else "") + name, numbers + args
 
     def _thing(self, v: int) -> Thing | None:
         given = self.graph.values[v].input

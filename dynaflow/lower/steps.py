@@ -22,6 +22,8 @@ class Step:
     """Steps of other lanes that this one waits for."""
     before: list[str] = field(default_factory=list)
     call: str = ""
+    box: list[str] | None = None
+    """What the function that `call` ends with gets, in a list that it empties; None if `call` is the whole line."""
     behind: list[str] = field(default_factory=list)
     frees: list[str] = field(default_factory=list)
     frees_first: list[str] = field(default_factory=list)
