@@ -196,11 +196,13 @@ def _threads(out: _Writer, program: Program, hook: bool) -> None:
     out.line("failed = call.failed")
     if program.variables:
         out.line(" = ".join(program.variables) + " = None")
+    freed = dict.fromkeys(name for step in program.steps for name in (*step.frees_first, *step.frees))
+    shared = [*program.variables, *(name for name in freed if name not in program.variables)]
     for number, lane in enumerate(program.lanes):
         out.line(f"def lane_{number}():  # {lane}")
         out.indent += 1
-        if program.variables:
-            out.line(f"nonlocal {', '.join(program.variables)}")
+        if shared:
+            out.line(f"nonlocal {', '.join(shared)}")
         for s, step in enumerate(program.steps):
             if step.lane != lane:
                 continue
