@@ -282,6 +282,7 @@ def compile_passes(
     from torch.utils._python_dispatch import _disable_current_modes
 
     def inner(graph: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        _keep_what_is_saved()
         with _disable_current_modes():  # tensors are fake in here, and what we look at is not
             run = make(graph, bool(options.get("is_backward")))
 
@@ -297,6 +298,16 @@ def compile_passes(
     with torch._functorch.config.patch(enable_autograd_cache=False):  # it keeps what Inductor makes, and nothing else
         made: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     return cast("Callable[..., Any]", made)
+
+
+def _keep_what_is_saved() -> None:
+    """Inductor would write over tensors that were saved for the backward graph that is being compiled; so AOTAutograd
+    refuses a second backward pass with `retain_graph`. What is made here writes over none."""
+    from torch._guards import TracingContext
+
+    meta = TracingContext.get().fw_metadata
+    if meta is not None and meta.bw_donated_idxs:
+        meta.bw_donated_idxs.clear()  # in place: AOTAutograd has the list more than once
 
 
 def saved_results() -> slice:

@@ -84,6 +84,10 @@ def _arguments(out: _Writer, program: Program) -> None:
     if used:
         names = [f"a{i}" if i in used else "_" for i in range(program.arguments)]
         out.line(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+        if program.boxed:
+            out.line("args.clear()")
+            if "_" in names:
+                out.line("_ = None")
     if program.views:
         out.line(f"{', '.join(program.views)}, = memory")
     for text in program.start:

@@ -3,7 +3,7 @@
 Splitting is by view. Parts of a value that are made apart and used together are slices of one buffer where their
 makers can write into it (memory.py), and copied together where they can't. Who owns any other variable, and when
 it may be let go, follows from happens-before: it dies on the lane that made it, once all its readers are known to
-have ended.
+have ended. What a pass of training gets is such a variable too, as if the caller's lane had made it.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class _Maker:
         self.all: Parts = tuple(range(len(plan.micro_batches)))
         self.program = Program(arguments=len(graph.graph.inputs), lanes=[lane.name for lane in plan.lanes], used=[])
         self.program.partitioned = plan.partitioned
+        self.program.boxed = graph.graph.phase != "inference"
         self.where: dict[int, dict[int, _Var]] = {}
         self.slices: dict[tuple[str, Parts], str] = {}
         self.maker: dict[str, int | None] = {}  # variable -> step that made it; None: an argument or a buffer
@@ -493,7 +494,7 @@ class _Maker:
         maker = self.maker[name]
         if maker is not None:
             return self.program.steps[maker].lane
-        made_by_caller = name in self.buffers and self.buffers[name].own
+        made_by_caller = self.buffers[name].own if name in self.buffers else self.program.boxed
         return self.program.lanes[0] if made_by_caller and not self.program.partitioned else None
 
     def _all_readers(self, name: str, lane: str | None) -> set[int]:

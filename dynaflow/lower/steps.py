@@ -41,6 +41,8 @@ class Program:
     """Lanes have shares of the device: then none of them is the caller's own."""
     used: list[int]
     """Positions of the arguments that some step uses."""
+    boxed: bool = False
+    """The list of arguments is emptied, and they are let go like other variables."""
     start: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     end: list[str] = field(default_factory=list)
