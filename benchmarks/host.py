@@ -79,7 +79,7 @@ def _times(settings: Settings, layers: int, parts: int, lanes: int) -> tuple[dic
             lowered, arguments = lowered_plan(fast, x)
             recorded = record(lowered, arguments)
             recorded.check(0.0)
-            runs = {"by hand": recorded.loop(), "ours": lambda: lowered(arguments), "whole": lambda: fast(x)}
+            runs = {"by hand": recorded.loop(), "ours": lambda: lowered(list(arguments)), "whole": lambda: fast(x)}
             timed = {name: Timed(run=run) for name, run in runs.items()}
             return side_by_side(timed, settings.rounds or ROUNDS, "return", INNER), len(lowered.plan.tasks)
     finally:
@@ -98,7 +98,7 @@ def lowered_plan(fast: df.CompiledModel, *args: Any, **kwargs: Any) -> tuple[Any
     """The plan's own function and the arguments that Dynamo calls it with."""
     lowered = next(iter(fast._engine._schedules.plans.values()))
     run, seen = lowered.run, []
-    lowered.run = lambda given: seen.append(given) or run(given)
+    lowered.run = lambda given: seen.append(tuple(given)) or run(given)
     try:
         fast(*args, **kwargs)
     finally:
@@ -130,7 +130,7 @@ def _llama_times(v: Variants, lanes: int) -> tuple[dict[str, list[float]], int]:
     recorded.check(v.case.limit)
     runs = {
         "by hand": Timed(run=recorded.loop(), prepare=ours.prepare),
-        "ours": Timed(run=lambda: lowered(arguments), prepare=ours.prepare),
+        "ours": Timed(run=lambda: lowered(list(arguments)), prepare=ours.prepare),
         "whole": ours.timed,
     }
     rounds = v.settings.rounds or rounds_for(runs, v.settings.seconds)

@@ -21,6 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode", "tree_leaves"]  # for the rooms to take from here
 
+Boxed = Callable[[list[Any]], Any]
+"""A function that gets its arguments in a list and empties it: nobody else holds them, so each goes after its last
+use."""
+
 
 def annotate(annotation: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Puts `annotation` into meta["custom"] of the nodes that Dynamo traces inside it."""
@@ -189,8 +193,8 @@ class Kernels:
 
 def compile_operator(
     gm: fx.GraphModule, inputs: Sequence[Any], symbols: Symbols, *, still: frozenset[int], direct: bool
-) -> Callable[..., Any]:
-    """Inductor over a graph; the callable takes the graph's inputs and returns a list.
+) -> Boxed:
+    """Inductor over a graph; the callable takes the graph's inputs in a list, which it empties, and returns a list.
 
     `still`: inputs that stay where they are in memory, aligned as kernels like it: else each call looks at all.
     `direct`: all results are tensors; then the compiled code is called without AOTAutograd's wrapper around it wherever
@@ -216,23 +220,60 @@ def compile_operator(
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)
     if call is None or not _wrapper_is_idle(context.fw_metadata, len(inputs)):
-        return wrapped
+        return _taking_a_list(wrapped, gm)
     written = [i for i, info in enumerate(context.fw_metadata.input_info) if info.mutates_data]  # type: ignore[union-attr]
     if not written:
-        return lambda *args: call(list(args))
+        return cast("Boxed", call)
 
-    def call_and_tell(*args: Any) -> Any:
-        results = call(list(args))
-        for i in written:
-            if not args[i].is_inference():
-                torch.autograd.graph.increment_version(args[i])
+    def call_and_tell(args: list[Any]) -> Any:
+        changed = [args[i] for i in written]
+        results = call(args)
+        for tensor in changed:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
         return results
 
     return call_and_tell
 
 
+def _taking_a_list(wrapped: Any, gm: fx.GraphModule) -> Boxed:
+    """What AOTAutograd made, less the function around it, which would hold all arguments until the end.
+
+    That one is named `forward`, and adds the graph's own tensors to the arguments, if there are any.
+    """
+    call = wrapped
+    while getattr(call, "__name__", "") == "forward":
+        call = getattr(call, "__wrapped__", None)
+    own = [*gm.parameters(), *gm.buffers()]
+    if call not in (wrapped, None) and not own and not torch.is_grad_enabled():  # else autograd holds them in any case
+        return cast("Boxed", call)
+
+    def spread(args: list[Any]) -> Any:
+        given = tuple(args)
+        args.clear()
+        return wrapped(*given)
+
+    return spread
+
+
+def boxed_forward(gm: fx.GraphModule) -> Boxed:
+    """The graph's own function, uncompiled. Seen on 2.11 and 2.13."""
+    from torch.fx.graph import CodeGen
+
+    class FromAList(CodeGen):
+        def gen_fn_def(self, free_vars: list[str], *_: Any, **__: Any) -> str:
+            names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+            taken = f"    {', '.join(names)}, = box\n    box.clear()" if names else ""
+            return f"def forward(self, box):\n{taken}"
+
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(FromAList())
+    return cast("Boxed", fx.GraphModule(gm, graph).forward)
+
+
 def compile_passes(
-    gm: fx.GraphModule, inputs: Sequence[Any], make: Callable[[fx.GraphModule, bool], Callable[..., Any]]
+    gm: fx.GraphModule, inputs: Sequence[Any], make: Callable[[fx.GraphModule, bool], Boxed]
 ) -> Callable[..., Any]:
     """A graph that autograd can go back through: `make` gets the forward and the backward graph (True), as Inductor
     would get them, and returns what runs them. Seen to work on 2.11 and 2.13."""
@@ -241,17 +282,15 @@ def compile_passes(
     from torch.utils._python_dispatch import _disable_current_modes
 
     def inner(graph: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
-        _traced().bw_donated_idxs = []  # nobody writes to what is saved: it serves a second backward() as well
+        _keep_what_is_saved()
         with _disable_current_modes():  # tensors are fake in here, and what we look at is not
             run = make(graph, bool(options.get("is_backward")))
 
         def boxed(args: list[Any]) -> Any:
-            taken = tuple(args)
-            args.clear()  # as its caller expects
             if not torch._C._len_torch_dispatch_stack():
-                return run(*taken)
+                return run(args)
             with _disable_current_modes():  # at the first call AOTAutograd watches, and plans are compiled then
-                return run(*taken)
+                return run(args)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
@@ -263,6 +302,13 @@ def compile_passes(
     with torch._functorch.config.patch(options):
         made: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     return cast("Callable[..., Any]", made)
+
+
+def _keep_what_is_saved() -> None:
+    """Inductor would write over tensors that were saved for the backward graph that is being compiled; so AOTAutograd
+    refuses a second backward pass with `retain_graph`. What is made here writes over none."""
+    if donated := _traced().bw_donated_idxs:
+        donated.clear()  # in place: AOTAutograd has the list more than once
 
 
 def draw_by_seed(gm: fx.GraphModule) -> None:

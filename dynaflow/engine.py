@@ -151,13 +151,13 @@ class Engine:
         ours: list[Exception] = []
         engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
 
-        def make(part: fx.GraphModule, backward: bool) -> Callable[..., Any]:
+        def make(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
             try:
                 engine = engine_of()
                 assert engine is not None, "captured by a compiled model that is gone"
                 if engine.operators.mode == "eager":
                     _torch.draw_by_seed(part)
-                return passes.call(engine._runner(passes.read(part, backward)), backward)
+                return passes.call(engine._runner(passes.read(part, backward)).boxed, backward)
             except Exception as e:
                 ours.append(e)
                 raise
@@ -181,14 +181,14 @@ class Engine:
 
     # From arguments to a runnable plan
 
-    def situation(self, runner: GraphRunner, args: tuple[Any, ...]) -> Situation:
+    def situation(self, runner: GraphRunner, args: Sequence[Any]) -> Situation:
         sizes, facts = runner.sizes(args), self.facts()
         schedules = self._schedules
         if schedules.chooses:
             schedules = self._chosen(runner, sizes, args, facts)
         return Situation(schedules, sizes, facts)
 
-    def find(self, runner: GraphRunner, situation: Situation, args: tuple[Any, ...]) -> Lowered | None:
+    def find(self, runner: GraphRunner, situation: Situation, args: Sequence[Any]) -> Lowered | None:
         """The plan for these arguments; None when the graph can't be scheduled at all."""
         schedules, sizes, facts = situation
         found = self._stretched(schedules, runner, args, facts) if schedules.elastic else None
@@ -201,7 +201,7 @@ class Engine:
             return self.make(schedules, runner, sizes, args, facts)
 
     def _stretched(
-        self, schedules: Schedules, runner: GraphRunner, args: tuple[Any, ...], facts: Mapping[str, Any]
+        self, schedules: Schedules, runner: GraphRunner, args: Sequence[Any], facts: Mapping[str, Any]
     ) -> Lowered | None:
         """A plan made for another batch, with the cuts of this one."""
         with self.lock:
@@ -215,7 +215,7 @@ class Engine:
             return elastic.at(ctx.resized(elastic.plan), {**runner.graph.hints, **values})
 
     def padding(
-        self, runner: GraphRunner, situation: Situation, args: tuple[Any, ...]
+        self, runner: GraphRunner, situation: Situation, args: Sequence[Any]
     ) -> tuple[Padding, int, int] | None:
         """How the batch is to be padded, from how many rows, and to how many; None if it stays as it is."""
         schedules, _, facts = situation
@@ -237,7 +237,7 @@ class Engine:
             return schedules.paddings[runner, spaces], rows, padded
 
     def _chosen(
-        self, runner: GraphRunner, sizes: tuple[int, ...], args: tuple[Any, ...], facts: Mapping[str, Any]
+        self, runner: GraphRunner, sizes: tuple[int, ...], args: Sequence[Any], facts: Mapping[str, Any]
     ) -> Schedules:
         """The schedules of whoever decides in this situation."""
         schedules = self._schedules
@@ -252,12 +252,12 @@ class Engine:
             schedules = schedules.chosen[key]
         return schedules
 
-    def note(self, runner: GraphRunner, args: tuple[Any, ...]) -> Any:
+    def note(self, runner: GraphRunner, args: Sequence[Any]) -> Any:
         """What a scheduler that chose for this situation has to say about it."""
         schedules = self._schedules
         return schedules.notes.get(self._choice(schedules, runner, runner.sizes(args), args, self.facts()))
 
-    def trials(self, runner: GraphRunner, args: tuple[Any, ...]) -> Trials:
+    def trials(self, runner: GraphRunner, args: Sequence[Any]) -> Trials:
         schedules, sizes, facts = self.situation(runner, args)
         return Trials(self, schedules, runner, sizes, args, facts)
 

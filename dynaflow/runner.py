@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -44,7 +44,7 @@ class GraphRunner:
         self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
         self._probes: dict[Spaces, Any] = {}
 
-    def sizes(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+    def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple([args[n] for n in self._numbers])
 
     def probe(self, spaces: Spaces) -> Any:
@@ -58,36 +58,36 @@ class GraphRunner:
         return self._probes[spaces]
 
     def __call__(self, *args: Any) -> Any:
+        return self.boxed(list(args))
+
+    def boxed(self, args: list[Any]) -> Any:
+        """As AOTAutograd calls it. From here on there is one list, which whoever uses the arguments may empty."""
         engine = self._engine()
         assert engine is not None, "called by a compiled model that is gone"
-        if self.graph.shards:
-            args = self._with_shards(args)
-        if self.graph.numbers.positions:
-            return self.graph.numbers.put_back(args, self._results(engine, args))
-        return self._results(engine, args)
+        for i in self.graph.shards:
+            args[i] = _torch.shard_of(args[i])
+        numbers = self.graph.numbers
+        if not numbers.positions:
+            return self._results(engine, args)
+        made = numbers.made(args)
+        return numbers.put_back(made, self._results(engine, args))
 
-    def _results(self, engine: Engine, args: tuple[Any, ...]) -> Any:
+    def _results(self, engine: Engine, args: list[Any]) -> Any:
         situation = engine.situation(self, args)
         if situation.schedules.has_buckets and (padding := engine.padding(self, situation, args)) is not None:
             how, rows, padded = padding
-            args = how.args(args, rows, padded)
+            how.pad(args, rows, padded)
             return how.results(self._run(engine, situation._replace(sizes=self.sizes(args)), args), rows, padded)
         return self._run(engine, situation, args)
 
-    def _with_shards(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        taken = list(args)
-        for i in self.graph.shards:
-            taken[i] = _torch.shard_of(args[i])
-        return tuple(taken)
-
-    def _run(self, engine: Engine, situation: Situation, args: tuple[Any, ...]) -> Any:
+    def _run(self, engine: Engine, situation: Situation, args: list[Any]) -> Any:
         lowered = engine.find(self, situation, args)
         if engine.local.plan_only:
             if lowered is None:
                 raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")
             raise PlanReady(lowered.plan, lowered.graph, engine.note(self, args), engine.trials(self, args))
         if lowered is None:
-            return self.graph.gm(*args)
+            return engine.operators.as_it_is(self.graph.gm)(args)
         stats = engine.stats
         stats.runs += 1
         stats.sequential_runs += lowered.plan.sequential

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynaflow.decided import Planned, Schedules
@@ -25,7 +25,7 @@ class Trials:
         schedules: Schedules,
         runner: GraphRunner,
         sizes: tuple[int, ...],
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         facts: Mapping[str, Any],
     ) -> None:
         self._engine, self._schedules, self._runner = engine, schedules, runner
@@ -45,7 +45,7 @@ class Trials:
         return self._planned[scheduler]
 
     def lowered(self, scheduler: OpSchedulerBase) -> Lowered:
-        """The plan, compiled: call it with `args`."""
+        """The plan, compiled: call it with a list of `args`."""
         with self._engine.lock:
             made = self._engine.make(self._of(scheduler), self._runner, self._sizes, self.args, self._facts)
         assert made is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +19,14 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 """Largest difference allowed, relative to the largest magnitude: kernels for other shapes add in other orders."""
 
 
-def verified_run(lowered: Lowered, args: tuple[Any, ...]) -> Any:
+def verified_run(lowered: Lowered, args: Sequence[Any]) -> Any:
     """Runs the plan and returns its results; raises VerifyError if the plain model gives others."""
     graph = lowered.graph.graph
     plain_args, spare_args = _copy(args), _copy(args)
     devices = [graph.device] if graph.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         expected = graph.gm(*plain_args)
-    result = lowered(args)
+    result = lowered(list(args))
     expected, found = _torch.tree_leaves(expected), _torch.tree_leaves(result)
     pairs = [(f"result {i}", e, r) for i, (e, r) in enumerate(zip(expected, found, strict=True))]
     pairs += [
@@ -61,12 +62,12 @@ def difference(expected: Any, found: Any) -> str | None:
     return None if gap <= TOLERANCE.get(e.dtype, 1e-4) * scale else f"off by up to {gap:.3g} (values up to {scale:.3g})"
 
 
-def _explain(lowered: Lowered, args: tuple[Any, ...], what: str, problem: str) -> VerifyError:
+def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> VerifyError:
     """Finds the first operator whose result differs, by running the operators one after the other."""
     advice = "if one of its rules says splittable=True, or a replace_func stands for it, that is the first suspect"
     if lowered.all_values is not None:
         expected = _plain_values(lowered.graph, _copy(args))
-        found = lowered.all_values(args)
+        found = lowered.all_values(list(args))
         for op in lowered.graph.ops:
             for v in op.writes:
                 if v in found and (gap := difference(expected[v], found[v])) is not None:
@@ -81,7 +82,7 @@ def _explain(lowered: Lowered, args: tuple[Any, ...], what: str, problem: str) -
     return VerifyError(f"{what} differs from the plain model's: {problem}", advice=advice)
 
 
-def _plain_values(graph: OpGraph, args: tuple[Any, ...]) -> dict[int, Any]:
+def _plain_values(graph: OpGraph, args: Sequence[Any]) -> dict[int, Any]:
     """Every value between operators, from a run of the uncut graph."""
     wanted = {v.name: v.index for v in graph.values if v.input is None}
     found: dict[int, Any] = {}
@@ -98,7 +99,7 @@ def _plain_values(graph: OpGraph, args: tuple[Any, ...]) -> dict[int, Any]:
     return found
 
 
-def _copy(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _copy(args: Sequence[Any]) -> tuple[Any, ...]:
     """Copies of all tensors; those that shared memory share it again. Subclasses (DTensor) have none to copy."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []

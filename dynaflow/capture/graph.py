@@ -154,7 +154,7 @@ class CapturedGraph:
         shapes = [i.shape for i in self.inputs if i.shape is not None]
         return next((s.device for s in shapes if s.device.type != "cpu"), torch.device("cpu"))
 
-    def symbol_values(self, args: tuple[Any, ...]) -> dict[sympy.Symbol, int]:
+    def symbol_values(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """What every symbol stands for in this call."""
         values: dict[sympy.Symbol, int] = {}
         for given, arg in zip(self.inputs, args, strict=True):

@@ -42,10 +42,15 @@ class Numbers:
         graph.output(tuple(copies[r] for r in results))
         return fx.GraphModule(gm, graph)
 
-    def put_back(self, args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+    def made(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The numbers, for a call with these arguments."""
+        numbers: Sequence[Any] = self._function(*args)
+        return numbers
+
+    def put_back(self, numbers: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
         """The results of a call with the numbers in their places."""
         complete = list(results)
-        for position, number in zip(self.positions, self._function(*args), strict=True):
+        for position, number in zip(self.positions, numbers, strict=True):
             complete.insert(position, number)
         return complete
 

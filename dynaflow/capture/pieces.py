@@ -134,7 +134,7 @@ class Build:
                     storage=next(iter(self._storages(node)), None),
                     input=given,
                     end=self.facts[node].end if node in self.home and len(self._storages(node)) == 1 else None,
-                    fresh=given is not None or (node in self.home and not self.facts[node].copied),
+                    fresh=given is not None or self._is_fresh(self._base(node)),
                 )
             )
         return self.value_of[node]
@@ -180,9 +180,16 @@ class Build:
         """What a view looks at; the numbers among its arguments have makers, too."""
         return [b for b in bases_of(node, self.facts) if isinstance(self.facts[b].value, torch.Tensor)]
 
+    def _base(self, node: fx.Node) -> fx.Node:
+        """What its operator makes to hand out this node's result: more than that, if that is a view."""
+        return self._tensors_behind(node)[0] if node in self.early else node
+
+    def _is_fresh(self, base: fx.Node) -> bool:
+        return base in self.home and not self.facts[base].copied
+
     def maker(self, node: fx.Node) -> int | None:
         """The group that hands out this node's result."""
-        base = self._tensors_behind(node)[0] if node in self.early else node
+        base = self._base(node)
         while base not in self.home and base.target is operator.getitem:
             base = base.args[0]  # type: ignore[assignment]
         return self.home.get(base)

@@ -7,7 +7,7 @@ backward graph know the modules whose forward they belong to, so operators have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Passes:
             self._forward = graph
         return graph
 
-    def call(self, run: Callable[..., Any], backward: bool) -> Callable[..., Any]:
+    def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
         """What runs a pass, as AOTAutograd calls it."""
         return self._updating.call(run) if backward and self._updating is not None else run
 

@@ -107,16 +107,17 @@ class Updating:
                     place.replace_all_uses_with(again(view))
         return weights
 
-    def call(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self, run: _torch.Boxed) -> _torch.Boxed:
         """The backward pass as AOTAutograd calls it, which knows nothing of what was added."""
         updates_of, weights = self._updates, tuple(self._weights.values())
         added = [self._weights[name] for name in self._added]
 
-        def call(*args: Any) -> Any:
+        def call(args: list[Any]) -> Any:
             updates = updates_of()
             assert updates is not None, "called by a compiled model that is gone"
             updates.begin([weight() for weight in weights])
-            return run(*args, *[weight() for weight in added])
+            args.extend(weight() for weight in added)
+            return run(args)
 
         return call
 

@@ -84,6 +84,10 @@ def _arguments(out: _Writer, program: Program) -> None:
     if used:
         names = [f"a{i}" if i in used else "_" for i in range(program.arguments)]
         out.line(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+        if program.boxed:
+            out.line("args.clear()")
+            if "_" in names:
+                out.line("_ = None")
     if program.views:
         out.line(f"{', '.join(program.views)}, = memory")
     for text in program.start:
@@ -98,12 +102,28 @@ def _body(out: _Writer, step: Step, hook: bool, scope: frozenset[str] | None = N
         out.line(f'on_task({tasks[0]}, "start")', tasks)
     for text in step.before:
         out.line(text, tasks)
-    out.line(step.call, tasks)
+    left = _left(step, scope)
+    if step.box is None:
+        out.line(step.call, tasks)
+    elif left:
+        out.line(f"box = [{', '.join(step.box)}]", tasks)
+        _let_go(out, left, tasks)
+        out.line(f"{step.call}(box)", tasks)
+    else:
+        out.line(f"{step.call}([{', '.join(step.box)}])", tasks)
     for text in step.behind:
         out.line(text, tasks)
     if hook:
         out.line(f'on_task({tasks[0]}, "stop")', tasks)
-    _let_go(out, step.frees, tasks, scope)
+    _let_go(out, [name for name in step.frees if name not in left], tasks, scope)
+
+
+def _left(step: Step, scope: frozenset[str] | None) -> list[str]:
+    """The variables that only the call needs any more: it lets go of its arguments itself, each after its last use."""
+    if step.box is None:
+        return []
+    needed = [name for name in step.frees if name in step.box or name not in step.makes]
+    return [name for name in needed if scope is None or name in scope]
 
 
 def _let_go(out: _Writer, names: list[str], tasks: tuple[int, ...], scope: frozenset[str] | None = None) -> None:
@@ -180,11 +200,13 @@ def _threads(out: _Writer, program: Program, hook: bool) -> None:
     out.line("failed = call.failed")
     if program.variables:
         out.line(" = ".join(program.variables) + " = None")
+    freed = dict.fromkeys(name for step in program.steps for name in (*step.frees_first, *step.frees))
+    shared = [*program.variables, *(name for name in freed if name not in program.variables)]
     for number, lane in enumerate(program.lanes):
         out.line(f"def lane_{number}():  # {lane}")
         out.indent += 1
-        if program.variables:
-            out.line(f"nonlocal {', '.join(program.variables)}")
+        if shared:
+            out.line(f"nonlocal {', '.join(shared)}")
         for s, step in enumerate(program.steps):
             if step.lane != lane:
                 continue

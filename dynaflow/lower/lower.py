@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from dynaflow._torch import Boxed
 from dynaflow.capture.graph import CapturedGraph, Input, is_named
 from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.codegen import Code, event_count, forget, generate
@@ -28,23 +29,22 @@ from dynaflow.stats import Stats
 
 OnTask = Callable[[Task, str], None]
 CudaGraph = Literal["plan", "pieces"] | None
-Run = Callable[[Sequence[Any]], Any]
 
 NO_CAPTURE = "no_capture"
 """The tag of operators that stay out of CUDA graphs."""
 
 
 class Lowered:
-    """A plan's function. Call it with the graph's arguments."""
+    """A plan's function. Call it with a list of the graph's arguments: it may be emptied."""
 
     def __init__(
         self,
         plan: Plan,
         graph: OpGraph,
-        run: Run,
+        run: Boxed,
         code: Code | None = None,
         joined_bytes: int = 0,
-        all_values: Callable[[Sequence[Any]], dict[int, Any]] | None = None,
+        all_values: Callable[[list[Any]], dict[int, Any]] | None = None,
     ) -> None:
         self.plan = replace(plan, code=code.source if code else "")
         self.graph = graph
@@ -57,7 +57,7 @@ class Lowered:
         if code:
             weakref.finalize(self, forget, code.filename)
 
-    def __call__(self, args: Sequence[Any]) -> Any:
+    def __call__(self, args: list[Any]) -> Any:
         try:
             return self.run(args)
         except Exception as e:
@@ -69,7 +69,12 @@ class Lowered:
     def placed(self, plan: Plan, cuts: tuple[int, ...], remade: Callable[[], Lowered]) -> Lowered:
         """The same function for micro-batches of other sizes, if it is elastic. `remade`: for these sizes alone."""
         run = self.run
-        found = Lowered(plan, self.graph, lambda args: run((*args, cuts)), None, self.joined_bytes)
+
+        def run_here(args: list[Any]) -> Any:
+            args.append(cuts)
+            return run(args)
+
+        found = Lowered(plan, self.graph, run_here, None, self.joined_bytes)
         found.plan, found.code = replace(plan, code=self.plan.code), self.code
         found.all_values = lambda args: _all(remade(), args)
         return found
@@ -84,7 +89,7 @@ class Lowered:
         return f"{which}, {', then '.join(map(str, tasks))}, on lane {tasks[0].lane}"
 
 
-def _all(lowered: Lowered, args: Sequence[Any]) -> dict[int, Any]:
+def _all(lowered: Lowered, args: list[Any]) -> dict[int, Any]:
     assert lowered.all_values is not None
     return lowered.all_values(args)
 
@@ -165,20 +170,25 @@ class Lowerer:
         if self.operators.mode != "eager":  # compiled code is for one size, or for those that a guard allows
             return None
         run = self.whole(job.graph.graph, job.sizes)
-        lowered = Lowered(job.plan, job.graph, lambda args: run(args[:-1]))
+
+        def run_whole(args: list[Any]) -> Any:
+            args.pop()  # the cuts
+            return run(args)
+
+        lowered = Lowered(job.plan, job.graph, run_whole)
         return Elastic(lowered, Program(arguments=0, lanes=[], used=[]), lambda plan, sizes: lowered)
 
-    def _lowered(self, job: _Job, program: Program, code: Code, run: Run) -> Lowered:
+    def _lowered(self, job: _Job, program: Program, code: Code, run: Boxed) -> Lowered:
         self.stats.arena_bytes = program.arena_bytes
         return Lowered(job.plan, job.graph, run, code, program.joined_bytes, lambda args: self._all_values(job, args))
 
     def _generate(self, program: Program, device: torch.device) -> Code:
         return generate(program, cuda=device.type == "cuda", hook=self.on_task is not None)
 
-    def _runnable(self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool) -> Run:
+    def _runnable(self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool) -> Boxed:
         """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
         run, hook = code.run, self._hook(plan)
-        issue: Callable[[Sequence[Any], Any], Any]
+        issue: Callable[[list[Any], Any], Any]
         if len(plan.lanes) < 2 and not plan.partitioned:
             issue = lambda args, memory: run(args, hook, memory)  # noqa: E731
         elif device.type == "cuda":
@@ -192,7 +202,7 @@ class Lowerer:
             return lambda args: issue(args, ())
         arena = Arena(tuple(program.views.values()), program.arena_bytes, device, blocks)
 
-        def with_memory(args: Sequence[Any]) -> Any:
+        def with_memory(args: list[Any]) -> Any:
             block, memory = arena.take()
             try:
                 return issue(args, memory)
@@ -201,7 +211,7 @@ class Lowerer:
 
         return with_memory
 
-    def _all_values(self, job: _Job, args: Sequence[Any]) -> dict[int, Any]:
+    def _all_values(self, job: _Job, args: list[Any]) -> dict[int, Any]:
         plan, graph = job.plan, job.graph
         hidden: set[int] = set()  # values that stay inside a fusion
         for task in plan.tasks:
@@ -217,17 +227,16 @@ class Lowerer:
         forget(code.filename)
         return dict(zip(inner, results, strict=True))
 
-    def whole(self, graph: CapturedGraph, sizes: Sizes) -> Run:
+    def whole(self, graph: CapturedGraph, sizes: Sizes) -> Boxed:
         """The uncut graph."""
         if self.operators.mode == "eager" or any(i.kind is None for i in graph.inputs):
-            call: Callable[..., Any] = graph.gm.forward
-        else:
-            inputs = tuple(i.kind for i in graph.inputs)
-            still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
-            source = Source(module=graph.gm, inputs=inputs, still=still, tensors=False, free=frozenset())
-            call = self.operators.get(source, sizes)
-            self.operators.finish()
-        return lambda args: call(*args)
+            return self.operators.as_it_is(graph.gm)
+        inputs = tuple(i.kind for i in graph.inputs)
+        still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
+        source = Source(module=graph.gm, inputs=inputs, still=still, tensors=False, free=frozenset())
+        call = self.operators.get(source, sizes)
+        self.operators.finish()
+        return call
 
     # CUDA graphs
 
@@ -263,12 +272,12 @@ class Lowerer:
             (still if stays else moving).append(value.input)
         return moving, still
 
-    def _as_graph(self, job: _Job, lowered: Lowered) -> Run:
+    def _as_graph(self, job: _Job, lowered: Lowered) -> Boxed:
         plain = lowered.run
         moving, still = self._places(job)
         graphed = Graphed(plain, job.device, self.graphs, moving=moving, still=still)
 
-        def run(args: Sequence[Any]) -> Any:
+        def run(args: list[Any]) -> Any:
             try:
                 captures = self.stats.captures
                 results = graphed(args)
@@ -322,7 +331,7 @@ class Lowerer:
         run = self._runnable(plan, program, code, job.device, BlockPool())
         pool, device = self.graphs, job.device
 
-        def one_at_a_time(args: Sequence[Any]) -> Any:
+        def one_at_a_time(args: list[Any]) -> Any:
             with pool.lock:
                 pool.turns.enter(device)
                 try:
@@ -340,5 +349,5 @@ class Lowerer:
         return lambda index, moment: on_task(tasks[index], moment)
 
 
-def _spread(function: Callable[..., Any]) -> Run:
+def _spread(function: Callable[..., Any]) -> Boxed:
     return lambda args: function(*args)

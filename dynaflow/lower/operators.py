@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow._torch import Boxed
 from dynaflow.capture.graph import Shape, Thing, copied
 from dynaflow.capture.probe import concrete
 
@@ -49,7 +51,7 @@ Strides = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
-    call: Callable[..., Any]
+    call: Boxed
     sizes: Sizes | None = None
     """What it was compiled for, if that is all that it fits."""
     strides: Strides | None = None
@@ -76,16 +78,23 @@ class Operators:
         self.shared = 0
         self._lock = threading.Lock()
         self._known: dict[Any, list[_Compiled]] = {}
+        self._uncompiled: WeakKeyDictionary[fx.GraphModule, Boxed] = WeakKeyDictionary()
         self._kernels = _torch.Kernels()
 
-    def get(self, source: Source, sizes: Sizes, strides: Strides | None = None) -> Callable[..., Any]:
+    def as_it_is(self, module: fx.GraphModule) -> Boxed:
+        """A function of the graph's inputs, uncompiled."""
+        if module not in self._uncompiled:
+            self._uncompiled[module] = _torch.boxed_forward(module)
+        return self._uncompiled[module]
+
+    def get(self, source: Source, sizes: Sizes, strides: Strides | None = None) -> Boxed:
         """A function of the piece's inputs, fit for these sizes and strides (by default, those that the shapes say).
 
         As torch.compile does, the first size is compiled for itself, and a second one for all that may follow. To be
         called after `finish`.
         """
         if self.mode == "eager":
-            return source.module.forward
+            return self.as_it_is(source.module)
         if strides is None:
             strides = tuple(strides_of(i, sizes) if isinstance(i, Shape) else None for i in source.inputs)
         key = _key(source)
@@ -103,10 +112,10 @@ class Operators:
             self.compiled += 1
             return made.call
 
-    def get_for_all(self, source: Source, sizes: Sizes) -> tuple[Callable[..., Any], Callable[[Sizes], bool]]:
+    def get_for_all(self, source: Source, sizes: Sizes) -> tuple[Boxed, Callable[[Sizes], bool]]:
         """A function for these sizes and others, and for which. To be called after `finish`."""
         if self.mode == "eager":
-            return source.module.forward, lambda sizes: True
+            return self.as_it_is(source.module), lambda sizes: True
         with self._lock:
             variants = self._known.setdefault(_key(source), [])
             found = next((v for v in variants if v.sizes is None and v.fits(sizes, ())), None)
@@ -180,7 +189,7 @@ def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]
     return 0 if given is None else number(given)
 
 
-def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols) -> Callable[..., Any]:
+def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols) -> Boxed:
     module = copied(source.module)  # the compiler may change the graph that it is given
     return _torch.compile_operator(module, inputs, world, still=source.still, direct=source.tensors)
 

@@ -44,22 +44,20 @@ class Padding:
             if dims == "number":
                 raise SplitError(f"bucket(): result {place} is a number that follows from the batch", advice=advice)
 
-    def args(self, args: Sequence[Any], rows: int, padded: int) -> tuple[Any, ...]:
-        """The arguments with `padded` rows in place of `rows`."""
+    def pad(self, args: list[Any], rows: int, padded: int) -> None:
+        """Gives the arguments `padded` rows in place of `rows`."""
         sizes = dict.fromkeys(self._symbols, padded)
-        found = list(args)
         for position, given in enumerate(self._graph.graph.inputs):
             if given.shape is None:
                 if given.symbol is not None and given.symbol.free_symbols <= self._symbols:
-                    found[position] = concrete(given.symbol, sizes)
+                    args[position] = concrete(given.symbol, sizes)
             elif (dim := self._dims.get(position)) is not None:
                 arg = args[position]
                 size = list(arg.size())
                 per_row = size[dim] // rows
                 size[dim] = per_row * padded
-                found[position] = arg.new_zeros(size)
-                found[position].narrow(dim, 0, per_row * rows).copy_(arg)
-        return tuple(found)
+                args[position] = arg.new_zeros(size)
+                args[position].narrow(dim, 0, per_row * rows).copy_(arg)
 
     def results(self, results: Sequence[Any], rows: int, padded: int) -> tuple[Any, ...]:
         found: list[Any] = []

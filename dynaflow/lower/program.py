@@ -3,7 +3,7 @@
 Splitting is by view. Parts of a value that are made apart and used together are slices of one buffer where their
 makers can write into it (memory.py), and copied together where they can't. Who owns any other variable, and when
 it may be let go, follows from happens-before: it dies on the lane that made it, once all its readers are known to
-have ended.
+have ended. What a pass of training gets is such a variable too, as if the caller's lane had made it.
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ class _Maker:
         self.all: Parts = tuple(range(len(plan.micro_batches)))
         self.program = Program(arguments=len(graph.graph.inputs), lanes=[lane.name for lane in plan.lanes], used=[])
         self.program.partitioned = plan.partitioned
+        self.program.boxed = graph.graph.phase != "inference"
         self.where: dict[int, dict[int, _Var]] = {}
         self.slices: dict[tuple[str, Parts], str] = {}
         self.maker: dict[str, int | None] = {}  # variable -> step that made it; None: an argument or a buffer
         self.readers: dict[str, set[int]] = {}
-        self.family: dict[str, list[str]] = {}  # variable -> its slices, which keep it alive
+        self.lent: dict[str, set[str]] = {}  # variable -> others that may be the same memory
         self.buffers: dict[str, Buffer] = {}
         self.layouts = image_layouts(graph) if operators.writes_into and not graph.graph.grad else {}
         self.cuts: dict[str, list[str]] = {}  # buffer of its own -> the lines that slice it
@@ -212,13 +213,15 @@ class _Maker:
         if any(self._writes(op, v) and self.graph.values[v].input is not None for op in unit.ops for v in op.reads):
             # A join is a copy, and what is written to a copy of an argument is lost: only neighbours go together.
             runs = _neighbours(unit.parts)
-        for parts in runs[:-1]:
-            step.before.append(self._call(step, unit, parts))
-        step.call = self._call(step, unit, runs[-1])
-
-    def _call(self, step: Step, unit: Unit, parts: Parts) -> str:
         if not unit.writes and not any(written for op in unit.ops for _, written in op.touches):
-            return "pass  # nobody uses what it makes"
+            step.call = "pass  # nobody uses what it makes"
+            return
+        for parts in runs[:-1]:
+            call, box = self._call(step, unit, parts)
+            step.before.append(f"{call}([{', '.join(box)}])")
+        step.call, step.box = self._call(step, unit, runs[-1])
+
+    def _call(self, step: Step, unit: Unit, parts: Parts) -> tuple[str, list[str]]:
         sizes = self._sizes(parts)
         numbers = [self._number(e, parts) for e in unit.symbols]
         inputs: list[Shape | sympy.Expr | Thing | None] = list(unit.symbols)
@@ -262,8 +265,10 @@ class _Maker:
         if self.program.names.get(name, call) != call:  # another size of the same operator, compiled apart
             name = f"{name}_{len(self.program.names)}"
         self.program.names[name] = call
+        if not all(self.graph.values[v].fresh for op in unit.ops for v in op.writes):
+            self._lend(targets)
         assigned = "".join(f"{t}, " for t in targets).rstrip()
-        return (f"{assigned} = " if assigned else "") + f"{name}({', '.join(numbers + args)})"
+        return (f"{assigned} = " if assigned else "") + name, numbers + args
 
     def _thing(self, v: int) -> Thing | None:
         given = self.graph.values[v].input
@@ -294,9 +299,10 @@ class _Maker:
         assert task.replace is not None
         self.program.names[name] = self.functions[task.replace]
         self.program.names["unpack"] = unpack
-        targets = "".join(f"{self._made(v, parts, step)}, " for v, parts in writes)
+        targets = [self._made(v, parts, step) for v, parts in writes]
+        self._lend(targets)
         result = f"unpack({name}({', '.join(args)}), {len(writes)}, {name})"
-        step.call = (f"{targets.rstrip()} = " if targets else "") + result
+        step.call = ("".join(f"{t}, " for t in targets).rstrip() + " = " if targets else "") + result
 
     def _made(self, v: int, parts: Parts, step: Step) -> str:
         suffix = "" if parts == self.all else "_" + "_".join(map(str, parts))
@@ -312,6 +318,13 @@ class _Maker:
         self.maker[name] = len(self.program.steps) - 1
         self.program.steps[-1].makes.append(name)
         self.program.variables.append(name)
+
+    def _lend(self, targets: list[str]) -> None:
+        """What the step at hand makes may be a view of what it reads."""
+        here = len(self.program.steps) - 1
+        for name, readers in self.readers.items():
+            if here in readers:
+                self.lent.setdefault(name, set()).update(targets)
 
     # Values where they are needed
 
@@ -357,7 +370,6 @@ class _Maker:
                 return name
             maker = self.maker[var.name]
             (self.program.start if maker is None else self.program.steps[maker].behind).append(line)
-            self.family.setdefault(var.name, []).append(name)
             if maker is not None:
                 self.program.variables.append(name)
                 self.program.steps[maker].makes.append(name)
@@ -453,15 +465,23 @@ class _Maker:
         by_lane: dict[str, list[int]] = {}
         for s, step in enumerate(self.program.steps):
             by_lane.setdefault(step.lane, []).append(s)
+        slices: dict[str, list[str]] = {}
+        for (name, _), part in self.slices.items():
+            slices.setdefault(name, []).append(part)
         for name, maker in self.maker.items():
-            readers = self.readers.get(name, set())
-            if maker is None or -1 in readers:
+            lane = self._lane(name)
+            readers = self._all_readers(name, lane)
+            if lane is None or -1 in readers:
                 continue
+            if maker is not None:
+                readers.add(maker)
+            elif name in self.buffers:
+                readers |= self.buffers[name].writers
             needed = 0
-            for r in readers | {maker}:
+            for r in readers:
                 needed |= 1 << r
-            names = [name, *self.family.get(name, [])]
-            for s in by_lane[self.program.steps[maker].lane]:
+            names = [name, *slices.get(name, [])]  # which keep it alive
+            for s in by_lane.get(lane, []):
                 known = self.before[s]
                 if needed & ~known == 0:
                     self.program.steps[s].frees_first.extend(names)
@@ -469,6 +489,24 @@ class _Maker:
                 if needed & ~(known | 1 << s) == 0:
                     self.program.steps[s].frees.extend(names)
                     break
+
+    def _lane(self, name: str) -> str | None:
+        """The lane to which the memory of a variable goes back, if it is to be let go."""
+        maker = self.maker[name]
+        if maker is not None:
+            return self.program.steps[maker].lane
+        made_by_caller = self.buffers[name].own if name in self.buffers else self.program.boxed
+        return self.program.lanes[0] if made_by_caller and not self.program.partitioned else None
+
+    def _all_readers(self, name: str, lane: str | None) -> set[int]:
+        """With those of what may be the same memory, if some of that is let go on another lane than this variable."""
+        same, waiting = {name}, [name]
+        while waiting:
+            more = self.lent.get(waiting.pop(), set()) - same
+            same |= more
+            waiting.extend(more)
+        apart = any(self._lane(other) != lane for other in same)
+        return set().union(*(self.readers.get(n, ()) for n in (same if apart else {name})))
 
 
 def _neighbours(parts: Parts) -> list[Parts]:

@@ -22,6 +22,8 @@ class Step:
     """Steps of other lanes that this one waits for."""
     before: list[str] = field(default_factory=list)
     call: str = ""
+    box: list[str] | None = None
+    """What the function that `call` ends with gets, in a list that it empties; None if `call` is the whole line."""
     behind: list[str] = field(default_factory=list)
     frees: list[str] = field(default_factory=list)
     frees_first: list[str] = field(default_factory=list)
@@ -39,6 +41,8 @@ class Program:
     """Lanes have shares of the device: then none of them is the caller's own."""
     used: list[int]
     """Positions of the arguments that some step uses."""
+    boxed: bool = False
+    """The list of arguments is emptied, and they are let go like other variables."""
     start: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     end: list[str] = field(default_factory=list)

@@ -96,7 +96,7 @@ class Graphed:
 
     def __init__(
         self,
-        function: Callable[[Sequence[Any]], Any],
+        function: _torch.Boxed,
         device: torch.device,
         pool: GraphPool,
         *,
@@ -118,7 +118,7 @@ class Graphed:
         self._captures = self._replays = 0
         """Captures that were of little use, one after the other; and replays since the last one."""
 
-    def __call__(self, args: Sequence[Any]) -> Any:
+    def __call__(self, args: list[Any]) -> Any:
         with self._pool.lock:
             graph = self._find(args)
             if graph is None:
@@ -147,7 +147,7 @@ class Graphed:
             return results
 
     def call(self, *args: Any) -> Any:
-        return self(args)
+        return self(list(args))
 
     def forget(self) -> None:
         self._graphs.clear()
@@ -189,7 +189,7 @@ class _Graph:
 
     def __init__(
         self,
-        function: Callable[[Sequence[Any]], Any],
+        function: _torch.Boxed,
         args: Sequence[Any],
         moving: list[int],
         still: list[int],
@@ -210,7 +210,7 @@ class _Graph:
         self._copies = [_once(fixed[i]) for i in moving]
         self._addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         self._graph = torch.cuda.CUDAGraph()
-        outputs = _record(self._graph, function, fixed, stream, pool)
+        outputs = _record(self._graph, function, list(fixed), stream, pool)
         self._kind, leaves = type(outputs), list(outputs)
         inputs = {_torch.storage_id(fixed[i]): i for i in (*moving, *still)}
         self._outputs: list[tuple[Any, int | None]] = [
@@ -248,7 +248,7 @@ class _Graph:
 
 
 def _record(
-    graph: torch.cuda.CUDAGraph, function: Callable[..., Any], args: list[Any], stream: torch.cuda.Stream, pool: Any
+    graph: torch.cuda.CUDAGraph, function: _torch.Boxed, args: list[Any], stream: torch.cuda.Stream, pool: Any
 ) -> Any:
     torch.cuda.synchronize(stream.device)
     failed: BaseException | None = None

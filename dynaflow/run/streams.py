@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,7 +137,7 @@ class StreamRun:
         self._events = [torch.cuda.Event() for _ in range(events)]
         self._fork = torch.cuda.Event()
 
-    def __call__(self, args: Sequence[Any], on_task: Any, memory: tuple[torch.Tensor, ...]) -> Any:
+    def __call__(self, args: list[Any], on_task: Any, memory: tuple[torch.Tensor, ...]) -> Any:
         with self._issuing:
             captured = capturing()
             if not captured:

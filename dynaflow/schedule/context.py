@@ -70,7 +70,7 @@ class Facts(Mapping[str, Any]):
 class Trials(Protocol):
     """Other schedulers tried on the arguments at hand."""
 
-    args: tuple[Any, ...]
+    args: Sequence[Any]
     cudagraph: bool
 
     def plan(self, scheduler: OpSchedulerBase) -> Any: ...

@@ -67,7 +67,7 @@ class Profiler:
 
             def work(run: Callable[..., Any] = run) -> None:
                 restore()
-                run(trials.args)
+                run(list(trials.args))
 
             clock.warm_up(work)
             for _ in range(RUNS):

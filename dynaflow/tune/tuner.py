@@ -200,7 +200,7 @@ class Tuner:
         plans = [self.trials.lowered(scheduler) for scheduler in schedulers]
         left = max(0.2, self.end - time.perf_counter()) / (self.most + 1)
         found = side_by_side(
-            [lambda p=p: p(self.trials.args) for p in plans],  # type: ignore[misc]
+            [lambda p=p: p(list(self.trials.args)) for p in plans],  # type: ignore[misc]
             self.snapshot.restore,
             seconds=min(left, 2.0),
             cuda=self.ctx.device.type == "cuda",

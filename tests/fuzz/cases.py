@@ -253,7 +253,8 @@ def run_mutant(case: Case, plan: Plan, graph: OpGraph) -> None:
     numbers = runner.graph.numbers
 
     def run(*given: Any) -> Any:
-        return numbers.put_back(given, lowered(given)) if numbers.positions else lowered(given)
+        results = lowered(list(given))
+        return numbers.put_back(numbers.made(given), results) if numbers.positions else results
 
     compare_with_eager(case.graph, run, case.batch, case.seed)
 

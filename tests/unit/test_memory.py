@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -478,6 +479,35 @@ def test_value_written_in_place_by_a_later_operator() -> None:
     for merged in ((), ("two",), ("three",), ("four",)):
         fast = run_thrice(model, X, scheduler=by_operator(3, merged=merged, lanes=2))
         assert fast.stats.joined_bytes == 0
+
+
+def test_results_that_may_be_views_hold_what_they_look_at() -> None:
+    """For some sizes `contiguous` hands on the memory of the first lane, which must not give it away too early."""
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        with df.mark("one"):
+            y = torch.sin(x)
+        with df.mark("two"):
+            z = y.t().contiguous()
+        with df.mark("three"):
+            u = torch.cos(z)
+        with df.mark("four"):
+            v = z * 2
+        with df.mark("five"):
+            w = torch.tanh(v)
+        with df.mark("six"):
+            return u + w, w * 2
+
+    def schedule(ctx: df.ScheduleContext) -> None:
+        for name, lane in zip(("one", "two", "three", "four", "five", "six"), "abbaab", strict=True):
+            ctx.execute(ctx.items(name)[0], lane=lane)
+
+    fast = compiled(model, Scheduler(schedule))
+    with torch.no_grad():
+        assert_equal(fast(X[0]), model(X[0]))
+        code = fast.plan(X[0]).code
+    (one,) = re.findall(r"(v\d+), = op0", code)
+    assert code.count(f"{one} =") == 1, "let go, though `three` may still look at it"
 
 
 # --- the arena by itself --------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
         found.append(inputs)
         with symbols.mode:
             gm(*inputs)
-        return gm.forward
+        return _torch.boxed_forward(gm)
 
     monkeypatch.setattr(_torch, "compile_operator", compile_operator)
     return found
@@ -68,7 +68,7 @@ def test_first_size_for_itself_and_a_second_for_all(made: list[list[Any]]) -> No
     for size in (4, 4, 6, 7, 9):
         call = operators.get(piece, {B: size})
         counts.append((operators.compiled, operators.shared))
-        assert_equal(call(torch.ones(size, 3))[0], torch.full((size, 3), 2.0))
+        assert_equal(call([torch.ones(size, 3)])[0], torch.full((size, 3), 2.0))
     assert counts == [(1, 0), (1, 1), (2, 1), (2, 2), (2, 3)]
     (first,), (second,) = made
     assert is_fixed(first) and first.shape == (4, 3)
@@ -115,7 +115,7 @@ def test_single_row(made: list[list[Any]], sizes: tuple[int, ...]) -> None:
     piece = source(double, shape(B, 3))
     operators = Operators("inductor")
     for size in sizes:
-        assert_equal(operators.get(piece, {B: size})(torch.ones(size, 3))[0], torch.full((size, 3), 2.0))
+        assert_equal(operators.get(piece, {B: size})([torch.ones(size, 3)])[0], torch.full((size, 3), 2.0))
     assert operators.compiled == 2
     assert made[0][0].shape == (sizes[0], 3) and not is_fixed(made[1][0])
 
@@ -134,15 +134,17 @@ def test_numbers_among_the_inputs(made: list[list[Any]]) -> None:
 
     operators = Operators("inductor")
     piece = source(scaled, B, shape(B, 3))
-    assert_equal(operators.get(piece, {B: 4})(4, torch.ones(4, 3))[0], torch.full((4, 3), 4.0))
-    assert_equal(operators.get(piece, {B: 5})(5, torch.ones(5, 3))[0], torch.full((5, 3), 5.0))
+    assert_equal(operators.get(piece, {B: 4})([4, torch.ones(4, 3)])[0], torch.full((4, 3), 4.0))
+    assert_equal(operators.get(piece, {B: 5})([5, torch.ones(5, 3)])[0], torch.full((5, 3), 5.0))
     assert made[0][0] == 4 and isinstance(made[1][0], torch.SymInt)
 
 
 def test_eager_operators_are_not_compiled(made: list[list[Any]]) -> None:
     operators = Operators("eager")
     piece = source(double, shape(B, 3))
-    assert operators.get(piece, {B: 4}) == piece.module.forward
+    call, box = operators.get(piece, {B: 4}), [torch.ones(4, 3)]
+    assert_equal(call(box), (torch.full((4, 3), 2.0),))
+    assert not box and call == operators.get(piece, {B: 6})
     assert not made and not operators.writes_into and Operators("inductor").writes_into
 
 
