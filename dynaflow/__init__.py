@@ -7,7 +7,15 @@ from dynaflow.api import CompiledModel, compile
 from dynaflow.capture.declared import by_rows, collective
 from dynaflow.capture.ops import Op
 from dynaflow.capture.rules import SplitFunc, SplitModule, mark
-from dynaflow.errors import DynaFlowError, PartitionError, PlanError, ScheduleError, SplitError, VerifyError
+from dynaflow.errors import (
+    DynaFlowError,
+    PartitionError,
+    PlanError,
+    ScheduleError,
+    SplitError,
+    TimelineError,
+    VerifyError,
+)
 from dynaflow.offload import offload, restore
 from dynaflow.options import configure
 from dynaflow.schedule.base import OpSchedulerBase, Sequential, choose
@@ -42,6 +50,7 @@ __all__ = [
     "Stats",
     "Task",
     "Timeline",
+    "TimelineError",
     "TrainStep",
     "VerifyError",
     "by_rows",

@@ -49,6 +49,10 @@ class VerifyError(DynaFlowError):
     """A plan computed something else than the plain model."""
 
 
+class TimelineError(DynaFlowError):
+    """A file, or a list of spans, is no timeline."""
+
+
 def user_line() -> str | None:
     """The innermost line of the current call stack that lies outside this package and torch."""
     frame = sys._getframe(1)

@@ -86,13 +86,23 @@ class Simulation:
         for span in self.spans:
             events.append(
                 {"ph": "X", "pid": 1, "tid": lanes[span.lane], "name": span.name, "cat": "task",
-                 "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6, "args": {"task": span.task}}
+                 "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6, "args": self._args(span)}
             )  # fmt: skip
         names = [name for name in RESOURCES if self.busy[name] > 0]
         for load in self.loads:
             used = {name: round(load.uses.get(name, 0.0), 4) for name in names}
             events.append({"ph": "C", "pid": 1, "name": "in use", "ts": load.start * 1e6, "args": used})
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"limit": self.limit}}
+        told = {"limit": self.limit, "source": "simulated", "seconds": self.seconds}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
+
+    def _args(self, span: TaskSpan) -> dict[str, Any]:
+        """What a reader of the trace can't tell from names and times."""
+        if self.plan.sequential:
+            return {"task": span.task, "op": span.name}
+        task = self.plan.tasks[span.task]
+        parts = sorted({m for item in task.items for m in item.micro_batches})
+        op = " + ".join(item.op for item in task.items)
+        return {"task": span.task, "op": op, "micro_batches": parts, "after": list(task.after)}
 
     def to_json(self) -> str:
         """The trace as text, to be written to a file."""

@@ -19,7 +19,7 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
     if plan.sequential:
         return "(the uncut graph, in sequence)"
     letters = _letters(plan)
-    times = list(spans) if spans is not None else _steps(plan)
+    times = list(spans) if spans is not None else steps_of(plan)
     begin, end = min(s for s, _ in times), max(e for _, e in times)
     label = max(len(lane.name) for lane in plan.lanes)
     columns = width - label - 2
@@ -44,7 +44,7 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
     return "\n".join([*lines, f"{'':>{label}}  {legend}{scale}"])
 
 
-def _steps(plan: Plan) -> list[Span]:
+def steps_of(plan: Plan) -> list[Span]:
     """When each task could run if all took one step."""
     free: dict[str, float] = {}
     times: list[Span] = []
@@ -55,10 +55,13 @@ def _steps(plan: Plan) -> list[Span]:
     return times
 
 
+def kind_of(op: str) -> str:
+    """What operators of equal layers have in common: the path without its numbers."""
+    return re.sub(r"\b\d+\b", "*", re.sub(r"#\d+", "", op))
+
+
 def _kind(task: Task) -> str:
-    name = " + ".join(item.op for item in task.items)
-    name = re.sub(r"#\d+", "", name)
-    return re.sub(r"\b\d+\b", "*", name)
+    return kind_of(" + ".join(item.op for item in task.items))
 
 
 def _letters(plan: Plan) -> dict[str, str]:

@@ -1,0 +1,149 @@
+"""What a timeline says: what each task was held up by, the critical path, and why lanes were idle."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dynaflow.view.document import Document, TimedTask
+from dynaflow.view.text import kind_of
+
+SAME = 1e-9
+"""Of a timeline's length: moments that are so close are one. Sums of times differ by roundings."""
+
+BEFORE, BETWEEN, AFTER = "before its first task", "between tasks", "after its last task"
+
+
+class Share(NamedTuple):
+    """A name and the time that goes to it."""
+
+    name: str
+    seconds: float
+    tasks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneUse:
+    """A lane's time: busy if any task runs on it."""
+
+    lane: str
+    tasks: int
+    busy: float
+    idle: float
+    causes: tuple[Share, ...]
+    """What it was idle for, the longest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Times are in the document's unit."""
+
+    held: tuple[int, ...]
+    """For each task, the one whose end let it start; -1 if there is none."""
+    path: tuple[int, ...]
+    """The critical path: each task was held up by the one before, and the last one ends the run."""
+    on_path: tuple[Share, ...]
+    """Its time by kinds of operators, the longest first."""
+    waiting: float
+    """The time on it in which no task of it runs: launches, or whatever the timeline does not know."""
+    lanes: tuple[LaneUse, ...]
+
+
+def kind(task: TimedTask) -> str:
+    return kind_of(task.op or task.name)
+
+
+def summarize(document: Document) -> Summary:
+    held = _held(document)
+    path = _path(document, held)
+    on_path = _shares([(kind(document.tasks[i]), document.tasks[i].seconds) for i in path])
+    running = math.fsum(end - start for start, end in _union([document.tasks[i] for i in path]))
+    return Summary(
+        held=held,
+        path=path,
+        on_path=on_path,
+        waiting=max(0.0, document.length - running) if path else 0.0,
+        lanes=tuple(_use(document, lane.name, held) for lane in document.lanes),
+    )
+
+
+def _held(document: Document) -> tuple[int, ...]:
+    """Of the tasks that one waits for, and the one before it on its lane, the one that ended last."""
+    tasks, near = document.tasks, SAME * document.length
+    on: dict[str, list[int]] = defaultdict(list)
+    for i, task in enumerate(tasks):
+        on[task.lane].append(i)
+    ends: dict[str, list[float]] = {}
+    for lane, found in on.items():
+        found.sort(key=lambda i: (tasks[i].end, tasks[i].start, i))
+        ends[lane] = [tasks[i].end for i in found]
+
+    def earlier(a: int, b: int) -> bool:
+        return (tasks[a].start, a) < (tasks[b].start, b)  # so that no path goes in a circle, whatever a clock says
+
+    held = []
+    for i, task in enumerate(tasks):
+        at = bisect_right(ends[task.lane], task.start + near) - 1
+        while at >= 0 and not earlier(on[task.lane][at], i):
+            at -= 1
+        best = on[task.lane][at] if at >= 0 else -1
+        for a in task.after:
+            if earlier(a, i) and (best < 0 or tasks[a].end > tasks[best].end + near):
+                best = a
+        held.append(best)
+    return tuple(held)
+
+
+def _path(document: Document, held: Sequence[int]) -> tuple[int, ...]:
+    if not document.tasks:
+        return ()
+    at = max(range(len(held)), key=lambda i: (document.tasks[i].end, i))
+    found = []
+    while at >= 0:
+        found.append(at)
+        at = held[at]
+    return tuple(reversed(found))
+
+
+def _use(document: Document, lane: str, held: Sequence[int]) -> LaneUse:
+    tasks = document.tasks
+    own = sorted((i for i, t in enumerate(tasks) if t.lane == lane), key=lambda i: (tasks[i].start, i))
+    busy = math.fsum(end - start for start, end in _union([tasks[i] for i in own]))
+    gaps: list[tuple[str, float]] = []
+    now = document.begin
+    for i in own:
+        if tasks[i].start - now > SAME * document.length:
+            cause = tasks[held[i]] if held[i] >= 0 else None
+            if cause is not None and cause.lane != lane:
+                name = f"waiting for {kind(cause)} on {cause.lane}"
+            else:
+                name = BEFORE if i == own[0] else BETWEEN
+            gaps.append((name, tasks[i].start - now))
+        now = max(now, tasks[i].end)
+    if document.end - now > SAME * document.length:
+        gaps.append((AFTER, document.end - now))
+    idle = math.fsum(seconds for _, seconds in gaps)
+    return LaneUse(lane=lane, tasks=len(own), busy=busy, idle=idle, causes=_shares(gaps))
+
+
+def _union(tasks: Sequence[TimedTask]) -> list[tuple[float, float]]:
+    """The times in which any of them runs."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted((t.start, t.end) for t in tasks):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _shares(parts: Sequence[tuple[str, float]]) -> tuple[Share, ...]:
+    times: dict[str, list[float]] = defaultdict(list)
+    for name, seconds in parts:
+        times[name].append(seconds)
+    found = [Share(name, math.fsum(all_of), len(all_of)) for name, all_of in times.items()]
+    return tuple(sorted(found, key=lambda share: -share.seconds))
