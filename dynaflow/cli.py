@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import sys
 import time
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +50,7 @@ def simulate(
     cudagraph: Annotated[bool, typer.Option(help="The host launches all at once.")] = True,
     draw: Annotated[bool, typer.Option(help="Draw the timeline.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline here, for Perfetto.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write both timelines here, as a page.")] = None,
 ) -> None:
     """The model in sequence and under a strategy: milliseconds of a call, and what limits it."""
     from dynaflow.tune import shapes
@@ -94,6 +97,13 @@ def simulate(
     if trace is not None:
         trace.write_text(after.to_json())
         _out.print(f"timeline in {trace}: open it at https://ui.perfetto.dev", style="dim")
+    if page is not None:
+        from dynaflow.view.makers import of_simulation
+        from dynaflow.view.page import page as written
+
+        shown = [of_simulation(f, graph, costs, title=row) for row, f in (("sequence", before), (name, after))]
+        _write(page, written(shown, title=f"{model}, {what} tokens"))
+        _out.print(f"page in {page}", style="dim")
 
 
 @app.command()
@@ -128,6 +138,31 @@ def tune(
     _out.print(configuration(chosen, cudagraph), markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command()
+def view(
+    files: Annotated[list[Path], typer.Argument(help="Plans, timelines, and traces in Chrome's format.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write the page; else beside the first file.")] = None,
+    title: Annotated[str, typer.Option(help="Of the page.")] = "",
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was made as JSON.")] = False,
+) -> None:
+    """Timelines one above the other, as one page: planned, simulated, measured, or two to be compared."""
+    from dynaflow.view.files import read
+    from dynaflow.view.page import page
+
+    documents = [read(file) for file in files]
+    where = out or files[0].with_name(files[0].name.removesuffix(".gz").removesuffix(".json") + ".html")
+    _write(where, page(documents, title=title))
+    if as_json:
+        told = [{"title": d.title, "source": d.source, "tasks": len(d.tasks), "unit": d.unit, "length": d.length}
+                for d in documents]  # fmt: skip
+        print(json.dumps({"page": str(where), "timelines": told}))
+    else:
+        _out.print(f"page in {where}", soft_wrap=True)
+    if show:
+        webbrowser.open(where.resolve().as_uri())
+
+
 @app.command("list")
 def list_names() -> None:
     """The models, devices and strategies that have a name."""
@@ -137,6 +172,13 @@ def list_names() -> None:
 
     for what, names in (("models", MODELS), ("devices", DEVICES), ("strategies", CLASSES)):
         _out.print(f"[bold]{what}[/bold]: {', '.join(names)}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise DynaFlowError(f"{path} can't be written: {e.strerror}", advice="say another place by --out") from e
 
 
 def _device(name: str, ranks: int, bandwidth: float | None) -> Any:
