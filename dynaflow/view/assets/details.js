@@ -96,13 +96,13 @@ function showSummaries(where, timelines, go) {
     const path = table(["on the critical path", "tasks", "time", "of all"], [
       ...data.onPath.slice(0, 8).map(([name, seconds, count]) => [name, `${count}`, time(seconds), part(seconds)]),
       ...rest(data.onPath.slice(8), time, part),
-      ...(data.waiting > 1e-9 * total ? [["none of it runs", "", time(data.waiting), part(data.waiting)]] : []),
+      ...(data.waiting > 1e-9 * total ? [["between its tasks", "", time(data.waiting), part(data.waiting)]] : []),
     ]);
     const idle = table(["lane", "tasks", "busy", "idle", "idle for"], data.lanes.map((lane, n) => {
       const use = data.use[n];
       const causes = use.causes.slice(0, 3).map(([name, seconds]) => make("div", {}, `${time(seconds)} ${name}`));
       if (use.causes.length > 3) causes.push(make("div", {}, `and ${use.causes.length - 3} more`));
-      return [lane.name, `${use.tasks}`, part(use.busy), `${time(use.idle)} (${part(use.idle)})`,
+      return [lane.name, `${use.tasks}`, part(use.busy), use.idle ? `${time(use.idle)} (${part(use.idle)})` : "0",
         causes.length ? make("div", {}, ...causes) : "–"];
     }));
     const first = data.path.length ? make("button", { className: "link", type: "button",
@@ -115,7 +115,7 @@ function showSummaries(where, timelines, go) {
           cross || data.lanes.length < 2 ? null
             : make("p", { className: "note" }, "The file says of no task what it waits for: the path follows one lane."),
           path),
-        make("div", {}, make("h3", {}, "Idle time of each lane"), idle)));
+        make("div", { className: "idle" }, make("h3", {}, "Idle time of each lane"), idle)));
   }));
 }
 

@@ -61,11 +61,11 @@ const page = (() => {
     return 0.2126 * r ** 2.2 + 0.7152 * g ** 2.2 + 0.0722 * b ** 2.2 > 0.2 ? "#111111" : "#ffffff";
   }
 
-  function draw(sharp = 1) {
+  function draw(sharp = 1, paper = 0) {
     const began = performance.now();
     dirty = false;
     for (const timeline of timelines) {
-      const { canvas } = timeline, width = canvas.clientWidth, dots = Math.max(devicePixelRatio || 1, sharp);
+      const { canvas } = timeline, width = paper || canvas.clientWidth, dots = Math.max(devicePixelRatio || 1, sharp);
       if (!width) continue;
       const [w, h] = [Math.round(width * dots), Math.round(timeline.height * dots)];
       if (canvas.width !== w || canvas.height !== h) Object.assign(canvas, { width: w, height: h });
@@ -129,10 +129,16 @@ const page = (() => {
         look(timeline.start(i) - 3 * wide, timeline.end(i) + 3 * wide);
       }
       reveal(timeline, i);
-      showDetails($("details"), timelines, timeline, i, (t, n) => select(t, n), clear);
+      showDetails($("details"), timelines, timeline, i, select, clear);
       $("said").textContent = describe(timeline, i);
     } else $("details").hidden = true;
     redraw();
+  }
+
+  /* From a table further down: back to where the task is. */
+  function go(timeline, i) {
+    select(timeline, i);
+    timeline.canvas.parentElement.scrollIntoView({ block: "nearest" });
   }
 
   function clear() {
@@ -169,7 +175,7 @@ const page = (() => {
   function find(text) {
     const wanted = text.trim().toLowerCase();
     state.found = wanted ? task => task.name.toLowerCase().includes(wanted) : null;
-    if ($("tasks").open) showTable($("table"), timelines, state.found, select);
+    if ($("tasks").open) showTable($("table"), timelines, state.found, go);
     redraw();
   }
 
@@ -205,7 +211,7 @@ const page = (() => {
     $("base").append(...options.map(([value, text]) => make("option", { value }, text)));
     $("base").parentElement.hidden = timelines.length < 2;
     buildLegend();
-    showSummaries($("summaries"), timelines, (t, i) => select(t, i));
+    showSummaries($("summaries"), timelines, go);
     compare();
   }
 
@@ -345,19 +351,21 @@ const page = (() => {
     if (event.key === "Enter") nextFound();
     else if (event.key === "Escape") { event.target.value = ""; find(""); event.target.blur(); }
   };
-  $("tasks").ontoggle = () => $("tasks").open && showTable($("table"), timelines, state.found, (t, i) => select(t, i));
+  $("tasks").ontoggle = () => $("tasks").open && showTable($("table"), timelines, state.found, go);
 
   const darkness = matchMedia("(prefers-color-scheme: dark)");
   function dark() { return document.documentElement.dataset.theme === "dark"; }
   darkness.onchange = () => setTheme(darkness.matches ? "dark" : "light");
 
-  // Paper is white and shows all of it, sharp; the screen is as it was afterwards.
+  // Paper is white and shows all of it, sharp; the screen is as it was afterwards. The paper's width can't be asked for
+  // before it is printed on: that of A4 is taken, as the style does.
+  const A4 = 1004;
   let screen = null;
   addEventListener("beforeprint", () => {
     screen = { ...view, theme: document.documentElement.dataset.theme };
     Object.assign(view, all);
     setTheme("light");
-    draw(3);
+    draw(3, A4);
   });
   addEventListener("afterprint", () => {
     if (!screen) return;

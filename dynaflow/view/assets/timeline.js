@@ -101,7 +101,8 @@ class Timeline {
     const x = time => left + (time - view.from) * scale;
     const at = { c, width, left, view, scale, x, state, theme };
     c.clearRect(0, 0, width, this.height);
-    this.drawAxis(at);
+    const tag = this.tag(at);
+    this.drawAxis(at, tag);
     c.save();
     c.beginPath();
     c.rect(left, 0, width - left, this.height);
@@ -118,6 +119,7 @@ class Timeline {
     }
     c.restore();
     this.drawLanes(at);
+    if (tag) this.drawTag(at, tag);
   }
 
   /* What is selected here: the task itself, or the same one where another timeline's is. */
@@ -126,7 +128,7 @@ class Timeline {
     return timeline === this ? task : this.byName.get(timeline.key[task]) ?? -1;
   }
 
-  drawAxis({ c, width, left, view, x, theme }) {
+  drawAxis({ c, width, left, view, x, theme }, tag) {
     const to = this.data.scale, unit = this.data.unit;
     const step = tick((view.to - view.from) / to, Math.max(2, (width - left) / 110), unit);
     c.font = theme.small;
@@ -141,8 +143,8 @@ class Timeline {
       c.lineTo(px, this.height);
       c.stroke();
       c.fillStyle = theme.soft;
-      const text = clock(n * step, unit, step);
-      if (px + 4 + text.length * 6 < width) c.fillText(text, px + 4, AXIS / 2);
+      const text = clock(n * step, unit, step), end = px + 4 + c.measureText(text).width;
+      if (end < width && !(tag && end > tag.from && px < tag.from + tag.wide)) c.fillText(text, px + 4, AXIS / 2);
     }
   }
 
@@ -164,23 +166,27 @@ class Timeline {
     }
   }
 
-  /* What the hatching means: above its end, over whatever is there. */
-  drawTag({ c, x, width, left, state, theme }) {
+  /* What the hatching means, and where that is said: above its end. */
+  tag({ c, x, width, left, state, theme }) {
     const base = state.base(this);
-    if (!base) return;
-    const to = x(Math.max(this.length, base.length)), text = saved(this, base);
-    if (to < left || x(Math.min(this.length, base.length)) > width) return;
+    if (!base) return null;
+    const ends = [this.length, base.length].map(x), to = Math.max(...ends);
+    if (to < left || Math.min(...ends) > width) return null;
     c.font = theme.bold;
-    const wide = c.measureText(text).width + 14;
-    const at = Math.max(left, Math.min(to, width - 1) - wide);
-    c.fillStyle = this.length <= base.length ? theme.saved : theme.lost;
+    const text = saved(this, base), wide = c.measureText(text).width + 14;
+    return { text, wide, from: Math.max(left, Math.min(to, width - 1) - wide), good: this.length <= base.length };
+  }
+
+  drawTag({ c, theme }, { text, from, wide, good }) {
+    c.font = theme.bold;
+    c.fillStyle = good ? theme.saved : theme.lost;
     c.beginPath();
-    c.roundRect(at, 1, wide, AXIS - 3, 4);
+    c.roundRect(from, 1, wide, AXIS - 3, 4);
     c.fill();
     c.fillStyle = theme.paper;
     c.textAlign = "left";
     c.textBaseline = "middle";
-    c.fillText(text, at + 7, AXIS / 2);
+    c.fillText(text, from + 7, AXIS / 2);
   }
 
   drawRow(at, row) {
@@ -285,27 +291,29 @@ class Timeline {
 
   drawArrows({ c, x, theme }, i) {
     const arrow = (from, to, colour, dash) => {
-      // From the edge that faces the other lane to the edge that faces this one; on one lane, below it.
-      const a = this.box(from), b = this.box(to), down = b.y >= a.y, way = down ? 1 : -1, same = a.y === b.y;
-      const ax = x(this.end(from)) - 3, bx = x(this.start(to)) + 4;
-      const ay = down ? a.y + a.h : a.y, by = down && !same ? b.y : b.y + b.h, head = same ? -way : way;
-      const bend = Math.min(60, Math.max(8, Math.abs(bx - ax) / 3));
-      for (const [style, wide] of [[theme.paper, 4.5], [colour, 2]]) {
+      const a = this.box(from), b = this.box(to), ay = a.y + a.h / 2, by = b.y + b.h / 2;
+      const ax = Math.max(x(this.start(from)), x(this.end(from)) - 5), tip = x(this.start(to)) + 9;
+      const bend = Math.min(60, Math.max(6, (tip - ax) / 2));
+      for (const [style, wide] of [[theme.paper, 5], [colour, 2]]) {  // a rim, so that it shows on any colour
+        c.strokeStyle = c.fillStyle = style;
         c.setLineDash(style === colour ? dash : []);
-        c.strokeStyle = style;
         c.lineWidth = wide;
         c.beginPath();
-        c.moveTo(ax, ay - 8 * way);
-        c.bezierCurveTo(ax, ay + bend * way, bx, by - bend * head, bx, by + 1 * head);
+        c.moveTo(ax, ay);
+        c.bezierCurveTo(ax + bend, ay, tip - 7 - bend, by, tip - 7, by);
         c.stroke();
+        c.setLineDash([]);
+        c.lineWidth = wide - 2;
+        c.beginPath();
+        c.moveTo(tip, by);
+        c.lineTo(tip - 8, by - 5);
+        c.lineTo(tip - 8, by + 5);
+        c.closePath();
+        c.moveTo(ax + 3, ay);
+        c.arc(ax, ay, 3, 0, 2 * Math.PI);
+        c.fill();
+        if (style !== colour) c.stroke();
       }
-      c.setLineDash([]);
-      c.fillStyle = colour;
-      c.beginPath();
-      c.moveTo(bx, by + 8 * head);
-      c.lineTo(bx - 5, by);
-      c.lineTo(bx + 5, by);
-      c.fill();
     };
     for (const b of this.next[i].slice(0, 200)) arrow(i, b, theme.out, [5, 3]);
     for (const a of (this.tasks[i].after || []).slice(0, 200)) arrow(a, i, theme.into, []);
@@ -326,8 +334,9 @@ class Timeline {
 
   drawCurve({ c, left, width, view, scale, x, theme }, curve) {
     const { top, at, points, most } = curve, bottom = top + CURVE;
+    if (!at.length) return;
     c.beginPath();
-    c.moveTo(left, bottom);
+    c.moveTo(Math.max(left, x(at[0])), bottom);
     const step = 1 / scale;
     let last = 0;
     for (let i = Math.max(0, above(at, view.from) - 1); i < at.length && at[i] <= view.to; ) {
@@ -381,7 +390,6 @@ class Timeline {
       const most = curve.unit === "fraction" && curve.most <= 1 ? "" : ` · ${amount(curve.most, curve.unit)}`;
       c.fillText(fitted(curve.name + most, Math.floor((left - 8) / 6)), 4, curve.top + CURVE / 2 + 1);
     }
-    this.drawTag(at);
   }
 }
 
