@@ -3,7 +3,7 @@ PIP = .venv/bin/pip --disable-pip-version-check -q
 PIP_VLLM = .venv-vllm/bin/pip --disable-pip-version-check -q
 N ?= 20000
 
-.PHONY: install demo test test-vllm check fuzz bench clean
+.PHONY: install demo test test-vllm browser check fuzz bench clean
 
 install: .venv/installed
 
@@ -14,7 +14,7 @@ install: .venv/installed
 	touch $@
 
 .venv/installed-test: .venv/installed
-	$(PIP) install -c constraints.txt -e ".[test]"
+	$(PIP) install -c constraints.txt -e ".[test,browser]"
 	touch $@
 
 demo: install
@@ -35,6 +35,15 @@ test: .venv/installed-test check
 
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest tests/systems/test_vllm_batches.py tests/systems/test_vllm.py -q
+
+# Debian's own browser, for tests/browser. Where it can't be installed, those tests say so and are skipped.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 || \
+		echo "chromium could not be installed: the page is not tested"; \
+	fi
 
 check: .venv/installed-test
 	.venv/bin/ruff check dynaflow tests benchmarks examples
