@@ -178,7 +178,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise DynaFlowError(f"{path} can't be written: {e.strerror}", advice="say another place by --out") from e
+        raise DynaFlowError(f"{path} can't be written: {e.strerror}", advice="name another place") from e
 
 
 def _device(name: str, ranks: int, bandwidth: float | None) -> Any:

@@ -90,6 +90,10 @@ class Document:
                 raise _wrong(f"task {i} ({task.name}) is from {found}", "no task ends before it starts")
             if any(not 0 <= a < len(self.tasks) or a == i for a in task.after):
                 raise _wrong(f"task {i} ({task.name}) waits for {list(task.after)}", "name other tasks by their index")
+            if not all(math.isfinite(share) for share in task.uses.values()):
+                raise _wrong(f"task {i} ({task.name}) uses {dict(task.uses)}", "say fractions")
+        if not (math.isfinite(self.begin) and math.isfinite(self.end) and self.begin <= self.end):
+            raise _wrong(f"it is from {self.begin} to {self.end}", "it can't end before it starts")
         for counter in self.counters:
             if not all(math.isfinite(x) for point in counter.points for x in point):
                 raise _wrong(f"the counter {counter.name} has a value that is no number", "leave such points out")

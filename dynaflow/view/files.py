@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def read(path: str | Path) -> Document:
     except OSError as e:
         reason = e.strerror or str(e)
         raise TimelineError(f"{path} can't be read: {reason}", advice="name a file that is there") from e
-    except EOFError as e:
-        raise TimelineError(f"{path} ends too early", advice="write it again") from e
+    except (EOFError, zlib.error) as e:
+        raise TimelineError(f"{path} is cut off or damaged: {e}", advice="write it again") from e
     except ValueError as e:  # no JSON, or no text at all
         raise TimelineError(f"{path} is no JSON: {e}", advice=_ACCEPTED) from e
     try:
@@ -60,7 +61,7 @@ def of_trace(trace: Mapping[str, Any], *, title: str = "") -> Document:
     If some of them ran on a GPU, only those count: the host's calls would be a lane for each of its threads.
     """
     events = [e for e in _list(trace.get("traceEvents")) if isinstance(e, dict)]
-    complete = [e for e in events if e.get("ph") == "X"]
+    complete = [e for e in events if e.get("ph") == "X" and e.get("cat") != "Trace"]  # that is the profiler itself
     work = [e for e in complete if e.get("cat") in _DEVICE_WORK] or complete
     if not work:
         raise TimelineError("the trace has no complete event", advice='record events of the phase "X"')

@@ -228,6 +228,7 @@ def test_a_click_shows_details(show: Callable[..., Any]) -> None:
     name = waited.text
     waited.click()
     assert found.find_element(By.CSS_SELECTOR, "#details h2").text == name, "what it waited for is one click away"
+    assert ask(found, "document.activeElement.id") == "details", "a reader stays where the details are"
     keys(found, Keys.ESCAPE)
     assert not found.find_element(By.ID, "details").is_displayed()
 

@@ -51,13 +51,14 @@ def test_a_strategy_by_name() -> None:
 
 
 def test_a_scheduler_of_the_users_with_a_trace(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     command = [*ONE_LAYER, "--strategy", f"{__name__}:Halves", "--option", "parts=4", "--batch", "16"]
-    found = CliRunner().invoke(app, [*command, "--no-cudagraph", "--draw", "--trace", str(trace)])
+    found = CliRunner().invoke(app, [*command, "--no-cudagraph", "--draw", "--trace", str(trace), "--page", str(page)])
     assert found.exit_code == 0, found.output
     assert "host" in found.output and "network |" in found.output
     names = [e["name"] for e in json.loads(trace.read_text())["traceEvents"]]
     assert any("all_reduce[3]" in name for name in names), "four micro-batches, as the option says"
+    assert '"title":"sequence"' in page.read_text() and "all_reduce[3]" in page.read_text(), "both are on the page"
 
 
 def test_the_names_that_there_are() -> None:

@@ -90,6 +90,8 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"tasks": [3]}, "malformed timeline: tasks[0]"),
         ({"lanes": [{"name": "x"}, {"name": "x"}]}, "two lanes"),
         ({"counters": [{"name": "m", "points": [[0, float("inf")]]}]}, "counter m"),
+        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "uses": {"sms": float("nan")}}]}, "uses"),
+        ({"whole": [2, 1]}, "from 2.0 to 1.0"),
         ({"source": "guessed"}, "planned, simulated, measured"),
         ({"format": 7}, "format 7"),
         ({"title": 3}, "expected a string"),
@@ -268,12 +270,22 @@ def test_a_profiler_s_trace(tmp_path: Path) -> None:
     assert of_trace({"traceEvents": events[:1]}).tasks[0].name == "aten::mm", "of a host alone, its calls"
 
 
+def test_a_damaged_file(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json.gz"
+    whole = gzip.compress(b'{"traceEvents": []}' * 50)
+    for part in (whole[:-12], whole[:14] + b"\0\0\0\0" + whole[18:]):
+        file.write_bytes(part)
+        with pytest.raises(df.TimelineError, match=r"trace\.json\.gz"):
+            read(file)
+
+
 def test_torch_s_profiler_can_be_read(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         torch.ones(8, 8) @ torch.ones(8, 8)
     file = tmp_path / "profile.json"
     found.export_chrome_trace(str(file))
-    assert any("mm" in t.name for t in read(file).tasks)
+    names = [t.name for t in read(file).tasks]
+    assert any("mm" in name for name in names) and not any("Profiler" in name for name in names)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,9 @@ const page = (() => {
         look(timeline.start(i) - 3 * wide, timeline.end(i) + 3 * wide);
       }
       reveal(timeline, i);
+      const reading = $("details").contains(document.activeElement);  // whose button is about to be replaced
       showDetails($("details"), timelines, timeline, i, select, clear);
+      if (reading) $("details").focus();
       $("said").textContent = describe(timeline, i);
     } else $("details").hidden = true;
     redraw();
@@ -327,14 +329,13 @@ const page = (() => {
     d: () => $("theme").click(), "/": () => $("find").focus(), "?": () => $("keys").showModal(), Escape: clear,
     Enter: () => { if (state.timeline) $("details").focus(); else step(0); },
   };
-  const ownKeys = { Enter: "button, a, summary, select, input", Escape: "input", ArrowUp: "body, select", ArrowDown: "body, select" };
-
   document.addEventListener("keydown", event => {
     const key = keys[event.key], on = event.target;
-    if (!key || event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
-    if (on.matches("input, select") && event.key !== "Escape") return;
-    // Up and down scroll the page unless a task is selected; Enter presses a button that has the focus.
-    if (on.matches(ownKeys[event.key] || "nothing") && !(event.key.startsWith("Arrow") && state.timeline)) return;
+    if (!key || event.ctrlKey || event.metaKey || event.altKey || $("keys").open || on.matches("input, select")) return;
+    const presses = event.key === "Enter" && on.matches("button, a, summary");
+    const scrolls = ["ArrowUp", "ArrowDown"].includes(event.key)
+      && ($("details").contains(on) || (on === document.body && !state.timeline));
+    if (presses || scrolls) return;
     event.preventDefault();
     key(event);
   });
