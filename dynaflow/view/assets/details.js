@@ -84,8 +84,8 @@ function waits(timeline, i) {
       const idle = task.start - timeline.tasks[other].end, lane = timeline.data.lanes[timeline.tasks[other].lane].name;
       const why = timeline.tasks[other].lane === task.lane ? "before it on its lane" : `on ${lane}`;
       const near = Math.abs(idle) < 1e-6 * (timeline.data.end - timeline.data.begin);
-      const gap = other === task.held ? (near ? "ended as this began" : `ended ${clock(Math.abs(idle), unit)} ${idle < 0 ? "after this began" : "before"}`) : "";
-      return { other, why, gap };
+      const ended = near ? "ended as this began" : `ended ${clock(Math.abs(idle), unit)} ${idle < 0 ? "after this began" : "before"}`;
+      return { other, why, gap: other === task.held ? ended : "" };
     });
 }
 

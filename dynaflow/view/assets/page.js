@@ -193,7 +193,8 @@ const page = (() => {
 
   function build() {
     for (const timeline of timelines) {
-      const { data: d } = timeline, count = `${d.tasks.length} tasks on ${d.lanes.length} ${d.lanes.length === 1 ? "lane" : "lanes"}`;
+      const { data: d } = timeline, lanes = d.lanes.length === 1 ? "1 lane" : `${d.lanes.length} lanes`;
+      const count = `${d.tasks.length} tasks on ${lanes}`;
       timeline.canvas = make("canvas", { tabIndex: 0, style: `height:${timeline.height}px`, data: {
         role: "application", "aria-roledescription": "timeline", "aria-label":
           `${d.source}: ${d.title}, ${clock(d.end - d.begin, d.unit)}, ${count}. n and p go through its tasks, ? lists the keys.` } });
@@ -209,7 +210,8 @@ const page = (() => {
         timeline.canvas));
       listen(timeline);
     }
-    const options = [["own", "the first of its source"], ...timelines.map((t, n) => [`${n}`, `${t.data.source}: ${t.data.title}`]), ["none", "nothing"]];
+    const each = timelines.map((t, n) => [`${n}`, `${t.data.source}: ${t.data.title}`]);
+    const options = [["own", "the first of its source"], ...each, ["none", "nothing"]];
     $("base").append(...options.map(([value, text]) => make("option", { value }, text)));
     $("base").parentElement.hidden = timelines.length < 2;
     buildLegend();
@@ -229,7 +231,8 @@ const page = (() => {
 
   function showKind(n, button) {
     state.kind = state.kind === n ? null : n;
-    for (const other of $("legend").querySelectorAll("button")) other.setAttribute("aria-pressed", `${other === button && state.kind === n}`);
+    for (const other of $("legend").querySelectorAll("button"))
+      other.setAttribute("aria-pressed", `${other === button && state.kind === n}`);
     redraw();
   }
 
@@ -264,8 +267,9 @@ const page = (() => {
     const { canvas } = timeline, down = new Map();
     let dragged = 0;
     const spot = event => {
-      const box = canvas.getBoundingClientRect(), left = gutter(box.width), scale = (view.to - view.from) / (box.width - left);
-      return { time: view.from + (event.clientX - box.left - left) * scale, y: event.clientY - box.top, scale, lanes: event.clientX - box.left < left };
+      const box = canvas.getBoundingClientRect(), left = gutter(box.width), x = event.clientX - box.left - left;
+      const scale = (view.to - view.from) / (box.width - left);
+      return { time: view.from + x * scale, y: event.clientY - box.top, scale, lanes: x < 0 };
     };
     const under = event => {
       const { time, y, scale, lanes } = spot(event);
@@ -293,7 +297,8 @@ const page = (() => {
         zoom(Math.max(8, wide) / Math.max(8, Math.abs(event.clientX - other.clientX)), spot(other).time);
       } else {
         dragged += Math.abs(event.clientX - before.clientX) + Math.abs(event.clientY - before.clientY);
-        if (dragged > 3) look(view.from - (event.clientX - before.clientX) * scale, view.to - (event.clientX - before.clientX) * scale);
+        const by = (event.clientX - before.clientX) * scale;
+        if (dragged > 3) look(view.from - by, view.to - by);
       }
       down.set(event.pointerId, event);
     });

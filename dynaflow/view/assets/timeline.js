@@ -55,7 +55,7 @@ class Timeline {
     this.curves = (this.data.counters || []).map(counter => {
       const top = y;
       y += CURVE + GAP;
-      const most = Math.max(counter.unit === "fraction" ? 1 : 0, ...counter.points.map(p => p[1]));
+      const most = counter.points.reduce((high, p) => Math.max(high, p[1]), counter.unit === "fraction" ? 1 : 0);
       const at = Float64Array.from(counter.points, p => (p[0] - this.data.begin) * this.data.scale);
       return { ...counter, top, at, most: most || 1 };
     });
@@ -411,7 +411,8 @@ function fitted(text, room) { return text.length <= room ? text : room < 3 ? "" 
 /* The whole name; if there is no room for it its end, which says more than its beginning; or the micro-batch. */
 function shortened(task, room) {
   const [path] = task.name.split("["), parts = task.micro_batches ? `[${task.micro_batches}]` : "";
-  const ends = [task.name, task.name.slice(path.lastIndexOf(".") + 1), task.name.slice(Math.max(path.lastIndexOf("."), path.lastIndexOf(":")) + 1)];
+  const dot = path.lastIndexOf("."), last = Math.max(dot, path.lastIndexOf(":"));
+  const ends = [task.name, task.name.slice(dot + 1), task.name.slice(last + 1)];
   return ends.find(end => end.length <= room) || (room >= 7 ? fitted(ends[2], room) : parts.length <= room ? parts : "");
 }
 
@@ -427,8 +428,9 @@ function clock(value, unit, exact) {
   const size = Math.max(Math.abs(value), exact || 0);
   const [by, name] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : size >= 1e-6 ? [1e6, "µs"] : [1e9, "ns"];
   if (!value) return "0";
-  const digits = exact ? Math.max(0, -Math.floor(Math.log10(exact * by) + 1e-9)) : Math.max(0, 3 - Math.floor(Math.log10(Math.abs(value * by)) + 1e-9));
-  return `${(value * by).toFixed(Math.min(digits, 9))} ${name}`;
+  const power = number => Math.floor(Math.log10(Math.abs(number) * by) + 1e-9);
+  const digits = exact ? -power(exact) : 3 - power(value);
+  return `${(value * by).toFixed(Math.max(0, Math.min(digits, 9)))} ${name}`;
 }
 
 function amount(value, unit) {
