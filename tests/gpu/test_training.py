@@ -55,7 +55,6 @@ def test_backward_lets_go_of_what_was_saved() -> None:
     model = Layers(layers=24, width=2048, activation=torch.tanh).cuda()  # of which its result alone is saved
     x = torch.randn(2048, 2048, device="cuda")
     expected = gradients(model, model, {"x": x})
-    rules = [df.SplitModule("layers.*")]
 
     def peak(compiled: Callable[..., Any]) -> int:
         for _ in range(3):
@@ -73,11 +72,8 @@ def test_backward_lets_go_of_what_was_saved() -> None:
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()  # of which `expected` is a part, for all of them alike
-    theirs = peak(torch.compile(model))
-    sequential = peak(df.compile(model, "sequential"))
-    assert sequential <= 1.05 * theirs, (sequential, theirs)
-    two_lanes = peak(df.compile(model, Each(rules, split=2, lanes=2)))
-    assert two_lanes <= 1.5 * theirs, (two_lanes, theirs)  # it has an arena, and the lanes have workspaces
+    theirs, ours = peak(torch.compile(model)), peak(df.compile(model, "sequential"))
+    assert ours <= 1.05 * theirs, (ours, theirs)
 
 
 @pytest.mark.parametrize("operators", ["eager", "inductor"])
