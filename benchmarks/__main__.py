@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> list[Report]:
     )
     if unknown := [s for s in settings.situations if s not in (*SITUATIONS, NONE)]:
         raise SystemExit(f"no situation {unknown[0]!r}; there are {', '.join(SITUATIONS)}")
-    cells = [*BY_NAME, *(work.name for work in generate.WORKS), *vllm_serving.SHAPES]
+    cells = [*BY_NAME, *(work.name for work in generate.WORKS), *vllm_serving.SHAPES, *training.WORKS]
     if unknown := [c for c in settings.cells if c not in cells]:
         raise SystemExit(f"no cell {unknown[0]!r}; there are {', '.join(cells)}")
     progress(", ".join(f"{k} {v}" for k, v in machine().items()))
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--situations", default="", help=f"of {','.join(SITUATIONS)}; leaves out rows without one; {NONE!r}: only those"
     )
-    parser.add_argument("--cells", default="", help=f"of {','.join(BY_NAME)}; and of the systems' suite")
+    parser.add_argument("--cells", default="", help=f"of {','.join(BY_NAME)}; and of systems and training")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmarks on any device")
     parser.add_argument("--layers", type=int, help="of the Llama, if not all 32")
     parser.add_argument("--rounds", type=int, help="of each row, if not as many as fit into four seconds")

@@ -3,10 +3,9 @@ and with the optimizer's step beside the backward pass."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +18,12 @@ from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
 from benchmarks.variants import own_code
 
-BESIDE = "optimizer_beside"
-PLAIN, OURS, HOST, SAVED = "torch.compile", "sequential", "prefetch, activations on the host", "save_on_cpu"
+PLAIN, OURS, SAVED = "torch.compile", "sequential", "torch's save_on_cpu"
+HOST, PARTS, BESIDE = "all activations on the host", "two micro-batches, a part on the host", "optimizer_beside"
 AT_LEAST = 1 << 20
 """Bytes: what is smaller stays on the device."""
+PART = 2 << 30
+"""Bytes that go to the host in each of two micro-batches: about as many as do while its forward pass computes."""
 SHAPE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256}  # fmt: skip
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,35 +31,56 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num
 
 
 @dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to make a step against another: by its time, or by its peak of memory."""
+
+    cell: str
+    mine: str
+    baseline: str
+    peak: bool = False
+    faster: bool = False
+    """How many times faster, in place of how much of the time."""
+    limit: float | None = None
+
+    @property
+    def what(self) -> str:
+        return f"{self.mine}: {'peak of a step' if self.peak else 'times faster' if self.faster else 'time of a step'}"
+
+
+ROWS = (
+    Row(cell="sequential", mine=OURS, baseline=PLAIN, limit=1.01),
+    Row(cell="sequential", mine=OURS, baseline=PLAIN, peak=True),
+    Row(cell="host", mine=HOST, baseline=OURS, peak=True),
+    Row(cell="host", mine=HOST, baseline=OURS),
+    Row(cell="host", mine=HOST, baseline=SAVED, faster=True, limit=1.5),
+    Row(cell="parts", mine=PARTS, baseline=OURS, peak=True, limit=0.6),
+    Row(cell="parts", mine=PARTS, baseline=OURS, limit=1.05),
+    Row(cell="parts", mine=PARTS, baseline=SAVED, faster=True, limit=1.5),
+    Row(cell="beside", mine=BESIDE, baseline=PLAIN, limit=1.0),
+    Row(cell="beside", mine=BESIDE, baseline=PLAIN, peak=True),
+)
+WORKS = tuple(dict.fromkeys(row.cell for row in ROWS))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Steps:
-    """One model and optimizer, and ways to make a step with them."""
+    """One model and optimizer, and ways to make a step with them, each made and checked when it is first asked for."""
 
     model: Any
     optimizer: torch.optim.Optimizer
     inputs: dict[str, Tensor]
-    calls: dict[str, Callable[..., Any]]
+    settings: Settings
+    _ways: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     def step(self, name: str) -> None:
-        self.loss(name).backward()
+        self._way(name)()
         self.optimizer.step()
-
-    def loss(self, name: str) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        where = contextlib.nullcontext()
-        if name == SAVED:
-            where = torch.autograd.graph.save_on_cpu(pin_memory=self.inputs["input_ids"].is_cuda)  # type: ignore[assignment]
-        with where, torch.enable_grad():  # elsewhere benchmarks have no use for gradients
-            loss: Tensor = self.calls[name](**self.inputs).loss
-        return loss
-
-    def gradients(self, name: str) -> list[Tensor]:
-        self.loss(name).backward()
-        return [p.grad for p in self.model.parameters() if p.grad is not None and p.dim() > 1]
 
     def peak(self, name: str) -> tuple[float, float]:
         """GiB: of all that is allocated during a step, and of what was not before."""
-        self.step(name)
-        self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(2):
+            self.step(name)
         synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -67,25 +89,88 @@ class Steps:
         most = torch.cuda.max_memory_allocated()
         return most / 2**30, (most - before) / 2**30
 
+    def _way(self, name: str) -> Callable[[], None]:
+        if name not in self._ways:
+            self._ways[name] = way = self._make(name)
+            expected = self._gradients(lambda: self._back(self.model))
+            found = self._gradients(way)
+            if name == BESIDE:  # unit tests compare its steps
+                if found:
+                    raise RuntimeError("gradients were left over by the steps beside the backward pass")
+            else:
+                away = agree(expected, found, 0.1 if self.settings.cuda else 1e-3)
+                progress(f"  {name}: gradients differ by {away:.1e}")
+        return self._ways[name]
+
+    def _make(self, name: str) -> Callable[[], None]:
+        operators, at_least = self.settings.operators, 1 if self.settings.tiny else AT_LEAST
+        if name == PARTS:
+            step = df.TrainStep(
+                self.model, "prefetch", micro_batches=2, in_flight=1, operators=operators, offload_saved=at_least,
+                offload_most=PART,
+            )  # fmt: skip
+            return _with_gradients(lambda: step(**self.inputs))
+        if name in (PLAIN, SAVED):
+            plain = torch.compile(own_code(self.model), backend="inductor" if operators == "inductor" else "eager")
+            if name == PLAIN:
+                return lambda: self._back(plain)
+            pinned = self.inputs["input_ids"].is_cuda
+
+            def saved() -> None:
+                with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+                    self._back(plain)
+
+            return saved
+        options: dict[str, Any] = {"scheduler": "sequential"}
+        if name == HOST:
+            options = {"scheduler": "prefetch", "offload_saved": at_least}
+        elif name == BESIDE:
+            options = {"scheduler": BESIDE, "optimizer": self.optimizer}
+        fast = df.compile(self.model, operators=operators, **options)
+
+        def ours() -> None:
+            self._back(fast)
+            if fast.stats.plain_graphs or fast.stats.graph_breaks or fast.stats.runs < 2:
+                raise RuntimeError(f"not two planned passes: {fast.stats}")
+
+        return ours
+
+    def _back(self, model: Callable[..., Any]) -> None:
+        _with_gradients(lambda: model(**self.inputs).loss.backward())()
+
+    def _gradients(self, way: Callable[[], None]) -> list[Tensor]:
+        self.optimizer.zero_grad(set_to_none=True)
+        way()
+        found = [p.grad for p in self.model.parameters() if p.grad is not None and p.dim() > 1]
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+
+def _with_gradients(call: Callable[[], Any]) -> Callable[[], None]:
+    """Elsewhere benchmarks have no use for gradients."""
+
+    def run() -> None:
+        with torch.enable_grad():
+            call()
+
+    return run
+
 
 def trials(settings: Settings) -> Iterator[Trial]:
     if not settings.can_hold_llama:
         return
     steps = once(lambda: _make(settings))
-    no_peak = "" if settings.cuda else "memory is counted on CUDA"
     where = "tiny Llama" if settings.tiny else "Llama-3-1B, batch 8 x 2048"
-    yield Trial(what="sequential: time of a step", baseline=PLAIN, situation=where, limit=1.01,
-                run=lambda: _compare(steps(), OURS, PLAIN, settings))  # fmt: skip
-    yield Trial(what="activations on the host: peak of a step", baseline="on the device", situation=where, limit=0.6,
-                skip=no_peak, run=lambda: _peaks(steps(), HOST, OURS))  # fmt: skip
-    yield Trial(what="activations on the host: time of a step", baseline="on the device", situation=where, limit=1.05,
-                run=lambda: _compare(steps(), HOST, OURS, settings))  # fmt: skip
-    yield Trial(what="activations on the host: how many times faster", baseline="torch's save_on_cpu", situation=where,
-                limit=1.5, at_least=True, run=lambda: _compare(steps(), SAVED, HOST, settings))  # fmt: skip
-    yield Trial(what="optimizer beside backward: time of a step", baseline="torch.compile + fused AdamW",
-                situation=where, limit=1.0, run=lambda: _compare(steps(), BESIDE, PLAIN, settings))  # fmt: skip
-    yield Trial(what="optimizer beside backward: peak of a step", baseline="torch.compile + fused AdamW",
-                situation=where, skip=no_peak, run=lambda: _peaks(steps(), BESIDE, PLAIN))  # fmt: skip
+    where += f", {settings.layers} layers" if settings.layers else ""
+    for row in ROWS:
+        if settings.cells and row.cell not in settings.cells:
+            continue
+        measure = _peaks if row.peak else _times
+        yield Trial(
+            what=row.what, baseline=row.baseline, situation=where, limit=row.limit, at_least=row.faster,
+            skip="memory is counted on CUDA" if row.peak and not settings.cuda else "",
+            run=lambda row=row, measure=measure: measure(steps(), row),  # type: ignore[misc]
+        )  # fmt: skip
 
 
 def _make(settings: Settings) -> Steps:
@@ -99,40 +184,26 @@ def _make(settings: Settings) -> Steps:
         tokens = torch.randint(0, shape["vocab_size"], (4, 16) if settings.tiny else (8, 2048))
     if settings.cuda:
         model = model.bfloat16()
-    own = torch.compile(own_code(model), backend="inductor" if settings.operators == "inductor" else "eager")
-    host = df.compile(model, "prefetch", operators=settings.operators, offload_saved=1 if settings.tiny else AT_LEAST)
-    ours = df.compile(model, operators=settings.operators)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=settings.cuda or None)
-    beside = df.compile(model, BESIDE, operators=settings.operators, optimizer=optimizer)
-    steps = Steps(
-        model=model,
-        optimizer=optimizer,
-        inputs={"input_ids": tokens, "labels": tokens},
-        calls={PLAIN: own, OURS: ours, HOST: host, SAVED: own, BESIDE: beside},
-    )
-    expected = [g.clone() for g in steps.gradients(PLAIN)]
-    for name in (OURS, HOST, SAVED):
-        away = agree(expected, steps.gradients(name), 0.1 if settings.cuda else 1e-3)
-        progress(f"  {name}: gradients differ by {away:.1e}")
-    if steps.gradients(BESIDE):
-        raise RuntimeError("gradients were left over by the steps beside the backward pass")
-    for fast in (ours, host, beside):
-        if fast.stats.plain_graphs or fast.stats.graph_breaks or fast.stats.runs < 2:
-            raise RuntimeError(f"not two planned passes: {fast.stats}")
-    del expected
-    gc.collect()
-    return steps
+    inputs = {"input_ids": tokens, "labels": tokens}
+    return Steps(model=model, optimizer=optimizer, inputs=inputs, settings=settings)
 
 
-def _compare(steps: Steps, ours: str, baseline: str, settings: Settings) -> Figure:
-    runs = {name: Timed(run=lambda name=name: steps.step(name)) for name in (ours, baseline)}  # type: ignore[misc]
+def _times(steps: Steps, row: Row) -> Figure:
+    settings = steps.settings
+    runs = {name: Timed(run=lambda name=name: steps.step(name)) for name in (row.mine, row.baseline)}  # type: ignore[misc]
     side_by_side(runs, 2)
     times = side_by_side(runs, settings.rounds or rounds_for(runs, settings.seconds))
-    return ratio(times[ours], times[baseline])
+    found = ratio(times[row.mine], times[row.baseline])
+    if row.faster:
+        pairs = zip(times[row.mine], times[row.baseline], strict=True)
+        return figure([theirs / mine for mine, theirs in pairs], **found.details)
+    return found
 
 
-def _peaks(steps: Steps, mine: str, baseline: str) -> Figure:
-    (ours, ours_more), (theirs, theirs_more) = steps.peak(mine), steps.peak(baseline)
+def _peaks(steps: Steps, row: Row) -> Figure:
+    gc.collect()
+    (ours, ours_more), (theirs, theirs_more) = steps.peak(row.mine), steps.peak(row.baseline)
     return figure([ours / theirs], ours_GiB=ours, baseline_GiB=theirs, beyond_weights=ours_more / theirs_more)
 
 

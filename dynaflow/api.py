@@ -50,6 +50,7 @@ def compile(
     static_inputs: Sequence[str] = (),
     on_task: OnTask | None = None,
     offload_saved: int | None = None,
+    offload_most: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> CompiledModel:
     """Returns the model with its operators run as `scheduler` says. The model itself is left as it is.
@@ -71,6 +72,8 @@ def compile(
     on_task: called as on_task(task, "start" | "stop") around each task, on its lane, for instrumentation.
     offload_saved: in training, what the forward pass saves for the backward pass goes to host memory, if it has that
         many bytes; the scheduler "prefetch" has the copy engines do it beside the computation.
+    offload_most: of that, so many bytes at most, what is made first: copies that take longer than the computation that
+        they run beside hold it up.
     optimizer: its steps (SGD, Adam, AdamW) are made during the backward pass, a layer at a time; the scheduler
         "optimizer_beside" has them run beside the backward of the layers below. Each backward pass is a step, with the
         settings of the moment; the gradients are gone after it, and optimizer.step() does what remains.
@@ -92,6 +95,7 @@ def compile(
                 "static_inputs": static_inputs,
                 "on_task": on_task,
                 "offload_saved": offload_saved,
+                "offload_most": offload_most,
                 "optimizer": optimizer,
             },
         ),

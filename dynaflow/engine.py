@@ -90,9 +90,10 @@ class Engine:
         on_task: OnTask | None = None,
         parameters: tuple[str, ...] = (),
         offload_saved: int | None = None,
+        offload_most: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.offload_saved = offload_saved
+        self.offload = offload_saved, offload_most
         self.updates = None if optimizer is None else Updates(optimizer)
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
         self.dynamic_dims = dynamic_dims or {}
@@ -147,7 +148,7 @@ class Engine:
 
     def _training(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Both passes, each with plans of its own."""
-        passes = Passes(gm, self.parameters, self.batch_dims, self.offload_saved, self.updates)
+        passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates)
         ours: list[Exception] = []
         engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
 

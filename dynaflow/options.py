@@ -30,6 +30,7 @@ OPTIONS = (
     "static_inputs",
     "on_task",
     "offload_saved",
+    "offload_most",
     "optimizer",
 )
 """Those of `dynaflow.compile`, where they are explained."""
@@ -87,6 +88,11 @@ def check_options(options: Options) -> None:
         raise DynaFlowError(f"operators={options['operators']!r}", advice='say "inductor" or "eager"')
     if options.get("cudagraph") not in (None, "plan", "pieces"):
         raise DynaFlowError(f"cudagraph={options['cudagraph']!r}", advice='say "plan", "pieces" or None')
+    if options.get("offload_most") is not None and options.get("offload_saved") is None:
+        raise DynaFlowError(
+            "offload_most= without offload_saved=: nothing goes to host memory",
+            advice="say how large a tensor must be to go there: offload_saved=1 << 20",
+        )
     if options.get("optimizer") is not None and options.get("verify"):
         raise DynaFlowError(
             "verify=True with optimizer=: what runs beside the plan would make steps of its own",

@@ -7,6 +7,7 @@ backward graph know the modules whose forward they belong to, so operators have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,9 +36,11 @@ class Passes:
         parameters: Sequence[str],
         declared: BatchDims | None,
         offload_saved: int | None,
+        offload_most: int | None,
         updates: Updates | None,
     ) -> None:
-        self._parameters, self._declared, self._at_least = parameters, declared, offload_saved
+        self._parameters, self._declared = parameters, declared
+        self._at_least, self._most = offload_saved, offload_most
         self._partial = _torch.is_part(gm)
         places = gm.graph.find_nodes(op="placeholder")
         self._inputs = {f"primals_{i}": node.meta for i, node in enumerate(places, 1)}
@@ -76,14 +79,21 @@ class Passes:
         return self._updating.call(run) if backward and self._updating is not None else run
 
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
-        """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
+        """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes.
+
+        What is made first goes first: it is used last, and has the most time to go and to come back.
+        """
         (output,) = gm.graph.find_nodes(op="output")
         results, saved = list(output.args[0]), range(len(output.args[0]))[_torch.saved_results()]
         returned = {results[i] for i in range(len(results)) if i not in saved}
-        for i in saved:
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        left = math.inf if self._most is None else self._most
+        for i in sorted(saved, key=lambda i: order.get(results[i], -1)):
             node = results[i]
-            made = base(node).op == "call_function" and node not in returned  # not a view of a weight, nor a result
-            if made and _is_large(node.meta["val"], at_least):
+            if not isinstance(node, fx.Node) or node in returned or base(node).op != "call_function":
+                continue  # a number, a result as well, or a view of a weight
+            if max(at_least, 1) <= (size := _bytes(node.meta["val"])) <= left:
+                left -= size
                 with gm.graph.inserting_after(node):
                     results[i] = gm.graph.call_function(torch.ops.dynaflow.store.default, (node,))
                 results[i].meta = {**node.meta, "example_value": _on_host(node.meta["val"])}
@@ -118,17 +128,17 @@ class Passes:
             meta["grapharg"] = self._inputs[node.name]["grapharg"]
 
 
-def _is_large(value: Any, at_least: int) -> bool:
-    """Floating-point data of its own that is worth a copy; what is spread out in memory stays where it is."""
+def _bytes(value: Any) -> int:
+    """Of floating-point data; 0 for what is something else, or spread out in memory, and stays where it is."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return False
+        return 0
     sizes, strides = ([_torch.hinted(n) for n in ns] for ns in (value.size(), value.stride()))
     complete = 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size != 1 and stride != complete:
-            return False
+            return 0
         complete *= size
-    return bool(complete * value.element_size() >= at_least)
+    return complete * value.element_size()
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:

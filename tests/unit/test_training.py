@@ -331,6 +331,24 @@ def test_small_results_stay_and_so_do_all_without_the_option() -> None:
         assert not tasks_of(scheduler.plans["backward"], "fetch")
 
 
+def test_no_more_goes_to_the_host_than_said_and_the_first_goes_first() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(blocks=3), torch.randn(6, 8)
+    expected = gradients(model, model, {"x": x})
+    stored = {}
+    for most in (None, 2 * x.nbytes, x.nbytes - 1):
+        scheduler = Noting(Each(STACK_RULES, split=None))
+        fast = df.compile(model, scheduler, operators="eager", offload_saved=x.nbytes, offload_most=most)
+        assert_same(gradients(model, fast, {"x": x}), expected, 1e-5)
+        stored[most] = [task.items[0].op for _, task in tasks_of(scheduler.plans["forward"], "store")]
+        assert len(tasks_of(scheduler.plans["backward"], "fetch")) == len(stored[most])
+    whole, two, none = stored.values()
+    assert len(whole) > 4 and not none
+    assert len(two) == 2 and all(op.startswith("layers.0.") for op in two), "the last are needed soonest"
+    with pytest.raises(df.DynaFlowError, match="offload_most= without"):
+        df.compile(model, offload_most=1)
+
+
 def test_results_that_are_saved_as_well_stay_where_the_caller_looks_for_them() -> None:
     class Exponential(nn.Module):
         def __init__(self) -> None:
