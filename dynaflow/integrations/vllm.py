@@ -27,7 +27,7 @@ from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.strategies.serving import Serving, serving
 
 VERSIONS = ("0.26", "0.32")
-"""The first is for CUDA, and was seen there with small models, under both of its runners; the second is tested on CPU."""
+"""The first is for CUDA, and was seen there with small models and both of its runners; the second is tested on CPU."""
 BACKEND = f"{__name__}.backend"
 
 
