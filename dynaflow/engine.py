@@ -91,7 +91,9 @@ class Engine:
         parameters: tuple[str, ...] = (),
         offload_saved: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        name: str = "model",
     ) -> None:
+        self.name = name
         self.offload_saved = offload_saved
         self.updates = None if optimizer is None else Updates(optimizer)
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
@@ -251,6 +253,11 @@ class Engine:
                 break
             schedules = schedules.chosen[key]
         return schedules
+
+    def marked(self, lowered: Lowered, row: bool = False) -> Lowered:
+        """The same plan for a recording; with `row`, its calls one after the other."""
+        with self.lock:
+            return lowered.marked(row)
 
     def note(self, runner: GraphRunner, args: Sequence[Any]) -> Any:
         """What a scheduler that chose for this situation has to say about it."""
