@@ -256,6 +256,8 @@ class Engine:
 
     def marked(self, lowered: Lowered, row: bool = False) -> Lowered:
         """The same plan for a recording; with `row`, its calls one after the other."""
+        if row in lowered.with_marks:  # the lock may be held for long, by a tuner that compiles
+            return lowered.with_marks[row]
         with self.lock:
             return lowered.marked(row)
 

@@ -60,7 +60,8 @@ class Lowered:
         """If it takes marks behind the arguments: what they mean."""
         self.remark: Callable[[bool], Lowered] | None = None
         """Makes the same once more with marks; and, if asked to, with all calls in a row."""
-        self._marked: dict[bool, Lowered] = {}
+        self.with_marks: dict[bool, Lowered] = {}
+        """What that has made."""
         if code:
             weakref.finalize(self, forget, code.filename)
 
@@ -75,10 +76,10 @@ class Lowered:
 
     def marked(self, row: bool = False) -> Lowered:
         """The same with marks, for a recording. This one stays as it is."""
-        if row not in self._marked:
+        if row not in self.with_marks:
             assert self.remark is not None and self.marks is None
-            self._marked[row] = self.remark(row)
-        return self._marked[row]
+            self.with_marks[row] = self.remark(row)
+        return self.with_marks[row]
 
     def placed(self, plan: Plan, cuts: tuple[int, ...], remade: Callable[[], Lowered]) -> Lowered:
         """The same function for micro-batches of other sizes, if it is elastic. `remade`: for these sizes alone."""

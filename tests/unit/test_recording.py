@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow import recording as recordings
+from dynaflow.lower import lower
+from dynaflow.lower.codegen import event_count, generate
+from dynaflow.lower.marks import make_marks
+from dynaflow.lower.segments import make_segments
 from dynaflow.view.document import Document
 from dynaflow.view.files import of_trace, read
 from dynaflow.view.page import page
@@ -299,6 +303,81 @@ def test_launches_of_one_graph_have_one_set_of_times(line: Any) -> None:
     assert [bool(call.spans) for call in recording.calls] == [False, False, True]
     assert f"2 without the times of tasks: {recordings.AGAIN}" in str(recording)
     assert recording.plans[0].median is recording.calls[-1]
+
+
+# On CUDA, as far as it can be told without
+
+
+class Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+
+class Mark:
+    """An event."""
+
+    def __init__(self, name: str, log: list[str], ms: float = 0.0) -> None:
+        self.name, self.log, self.ms = name, log, ms
+
+    def record(self, stream: Stream) -> None:
+        self.log.append(f"{self.name} on {stream.name}")
+
+    def elapsed_time(self, other: Mark) -> float:
+        return other.ms - self.ms
+
+
+def cuda_code(fast: Any, x: Tensor, segmented: bool = False) -> tuple[Any, ...]:
+    with torch.no_grad():
+        ready = fast._ready((x,), {})
+    job = lower._Job(plan=ready.plan, graph=ready.graph, sizes=ready.trials.plan().values, functions={}, chains=True)
+    program, plan = fast._engine.lowerer._program(job, pieces=True) if segmented else fast._engine.lowerer._program(job)
+    segments = make_segments(program, frozenset()) if segmented else ()
+    marks = make_marks(plan, ready.graph, job.sizes, program, segments)
+    return generate(program, cuda=True, hook=False, segments=segments, marks=marks), marks, ready.trials.args, program
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_events_are_recorded_on_the_streams_of_tasks(line: Any, segmented: bool) -> None:
+    """Behind the waits of a task, and before others can wait for it."""
+    model, fast, x = line
+    code, marks, args, program = cuda_code(fast, x, segmented)
+    log: list[str] = []
+    for name, segment in code.names.copy().items():
+        if name.startswith("segment_"):
+            code.names[name.replace("segment", "graph")] = segment
+    streams = (Stream("s0", log), Stream("s1", log))
+    events = [Mark(f"e{i}", log) for i in range(event_count(program))]
+    moments = [Mark(f"mark {i}", log) for i in range(marks.count)]
+    with torch.no_grad():
+        (found,) = code.run([*args, moments], None, (), streams, events, lambda stream: None)
+        torch.testing.assert_close(found, model(x))
+    for (first, last), task in zip(marks.spans, marks.plan.tasks, strict=True):
+        stream = "s1" if task.lane == "side" else "s0"
+        assert f"mark {last} on {stream}" in log and f"mark {first} on {stream}" in log
+        assert log.index(f"mark {first} on {stream}") < log.index(f"mark {last} on {stream}")
+        for a in task.after:
+            other = "s0" if stream == "s1" else "s1"
+            assert log.index(f"mark {marks.spans[a][1]} on {other}") < log.index(f"mark {first} on {stream}")
+    assert len([entry for entry in log if entry.startswith("mark")]) == marks.count
+
+
+def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast, x = line
+    _, marks, *_ = cuda_code(fast, x)
+    device = torch.device("cuda")
+    marks = replace(marks, device=device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setitem(recordings._events, device, [])
+    moments = [Mark("m", [], 2000.0 + i) for i in range(marks.count)]
+    with df.record() as recording:
+        recording._bases[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
+        recording._raw[marks.key] = deque([recordings._Raw(marks, moments, 1.0, 2.0, "t", "Line", 0, 7)])
+    (call,) = recording.calls
+    assert call.spans == tuple((pytest.approx(1.5 + a / 1e3), pytest.approx(1.5 + b / 1e3)) for a, b in marks.spans)
+    assert recordings._events[device] == moments and recordings._taken(2, device) == moments[-2:]
 
 
 # The trace
