@@ -22,6 +22,7 @@ from benchmarks import (
     sequential,
     simulator,
     strategies,
+    trace_cost,
     training,
     vllm_serving,
 )
@@ -41,6 +42,7 @@ ALL: tuple[Benchmark, ...] = tuple(
         memory,
         copies,
         plan_cost,
+        trace_cost,
         cold_start,
         strategies,
         link,

@@ -11,6 +11,7 @@ from dynaflow.errors import (
     DynaFlowError,
     PartitionError,
     PlanError,
+    RecordingError,
     ScheduleError,
     SplitError,
     TimelineError,
@@ -18,14 +19,15 @@ from dynaflow.errors import (
 )
 from dynaflow.offload import offload, restore
 from dynaflow.options import configure
+from dynaflow.recording import Recording, record
 from dynaflow.schedule.base import OpSchedulerBase, Sequential, choose
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import OpItem, ScheduleContext
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
 from dynaflow.stats import Stats
 from dynaflow.training import TrainStep
+from dynaflow.view.report import Report
 from dynaflow.view.text import draw
-from dynaflow.view.timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -41,6 +43,9 @@ __all__ = [
     "PartitionError",
     "Plan",
     "PlanError",
+    "Recording",
+    "RecordingError",
+    "Report",
     "ScheduleContext",
     "ScheduleError",
     "Sequential",
@@ -49,7 +54,6 @@ __all__ = [
     "SplitModule",
     "Stats",
     "Task",
-    "Timeline",
     "TimelineError",
     "TrainStep",
     "VerifyError",
@@ -62,6 +66,7 @@ __all__ = [
     "draw",
     "mark",
     "offload",
+    "record",
     "restore",
 ]
 

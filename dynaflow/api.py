@@ -20,6 +20,8 @@ from dynaflow.lower.lower import CudaGraph, OnTask
 from dynaflow.lower.operators import Mode
 from dynaflow.options import check_options, combined, defaults
 from dynaflow.options import scheduler_of as _scheduler
+from dynaflow.recording import Recording
+from dynaflow.reporting import reported_now
 from dynaflow.runner import PlanReady, Raiser
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.plan import Plan
@@ -32,6 +34,7 @@ from dynaflow.tune.profile import Profiler
 from dynaflow.tune.simulate import simulate
 from dynaflow.tune.simulation import Simulation
 from dynaflow.updates import check_model
+from dynaflow.view.report import Report
 
 
 def compile(
@@ -162,6 +165,17 @@ class CompiledModel:
         """The timeline of these inputs' plan by the cost model: on this device, or on one named ("b200x8")."""
         return _simulated(self._ready(args, kwargs), device, profile)
 
+    def report(self, *args: Any, profile: Profile | None = None, **kwargs: Any) -> Report:
+        """A run in words: what was busy, what overlapped, how near to the bound it is and why no nearer. Print it.
+
+        Takes a recording (`df.record`), or inputs: then their plan is run now, a few times, beside its calls in a row
+        and the uncut graph; what the model writes is put back. `profile` is for the simulator, which says what it
+        expects; by default, what was measured on this machine before.
+        """
+        if len(args) == 1 and not kwargs and isinstance(args[0], Recording):
+            return args[0].report(self._engine)
+        return reported_now(self._ready(args, kwargs), self._engine, profile)
+
     def _ready(self, args: Any, kwargs: Any) -> PlanReady:
         local = self._engine.local
         local.plan_only = True
@@ -225,7 +239,8 @@ def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
     if options.get("optimizer") is not None:
         check_model(model)
     given = {k: v for k, v in options.items() if not k.startswith("scheduler") and v is not None}
-    return Engine(_scheduler(**options), parameters=_signature(model), **given)
+    name = "model" if model is None else getattr(model, "__name__", type(model).__name__)
+    return Engine(_scheduler(**options), parameters=_signature(model), name=name, **given)
 
 
 def _signature(model: Any) -> tuple[str, ...]:

@@ -92,8 +92,9 @@ class Engine:
         offload_saved: int | None = None,
         offload_most: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        name: str = "model",
     ) -> None:
-        self.offload = offload_saved, offload_most
+        self.name, self.offload = name, (offload_saved, offload_most)
         self.updates = None if optimizer is None else Updates(optimizer)
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
         self.dynamic_dims = dynamic_dims or {}
@@ -252,6 +253,13 @@ class Engine:
                 break
             schedules = schedules.chosen[key]
         return schedules
+
+    def marked(self, lowered: Lowered, row: bool = False) -> Lowered:
+        """The same plan for a recording; with `row`, its calls one after the other."""
+        if row in lowered.with_marks:  # the lock may be held for long, by a tuner that compiles
+            return lowered.with_marks[row]
+        with self.lock:
+            return lowered.marked(row)
 
     def note(self, runner: GraphRunner, args: Sequence[Any]) -> Any:
         """What a scheduler that chose for this situation has to say about it."""

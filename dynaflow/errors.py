@@ -53,6 +53,10 @@ class TimelineError(DynaFlowError):
     """A file, or a list of spans, is no timeline."""
 
 
+class RecordingError(DynaFlowError):
+    """A recording inside of another one, or one that does not hold what it is asked for."""
+
+
 def user_line() -> str | None:
     """The innermost line of the current call stack that lies outside this package and torch."""
     frame = sys._getframe(1)

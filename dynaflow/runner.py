@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from dynaflow import _torch
+from dynaflow import _torch, recording
 from dynaflow.capture.graph import CapturedGraph
-from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.probe import Contradiction, probe
 from dynaflow.errors import DynaFlowError, PlanError
-from dynaflow.schedule.plan import Plan
+from dynaflow.run.streams import capturing
 from dynaflow.verify import verified_run
 
 if TYPE_CHECKING:
     from dynaflow.decided import Situation
     from dynaflow.engine import Engine
+    from dynaflow.lower.lower import Lowered
     from dynaflow.trials import Trials
 
 Spaces = tuple[frozenset[sympy.Symbol], ...]
@@ -27,8 +27,9 @@ Spaces = tuple[frozenset[sympy.Symbol], ...]
 class PlanReady(BaseException):
     """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`."""
 
-    def __init__(self, plan: Plan, graph: OpGraph, note: Any, trials: Trials) -> None:
-        self.plan, self.graph, self.note, self.trials = plan, graph, note, trials
+    def __init__(self, lowered: Lowered, note: Any, trials: Trials) -> None:
+        self.lowered, self.plan, self.graph = lowered, lowered.plan, lowered.graph
+        self.note, self.trials = note, trials
 
 
 class GraphRunner:
@@ -85,8 +86,11 @@ class GraphRunner:
         if engine.local.plan_only:
             if lowered is None:
                 raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")
-            raise PlanReady(lowered.plan, lowered.graph, engine.note(self, args), engine.trials(self, args))
+            raise PlanReady(lowered, engine.note(self, args), engine.trials(self, args))
+        recorder = recording.now
         if lowered is None:
+            if recorder is not None:
+                recorder.missed(f"the graph runs plainly: {self.plain}")
             return engine.operators.as_it_is(self.graph.gm)(args)
         stats = engine.stats
         stats.runs += 1
@@ -96,8 +100,16 @@ class GraphRunner:
             result = verified_run(lowered, args)
             lowered.verified = True
             stats.verified += 1
+            if recorder is not None:
+                recorder.missed("it was compared with the plain model")
             return result
-        return lowered(args)
+        if recorder is None:
+            return lowered(args)
+        marked = engine.marked(lowered)
+        if marked.marks is not None and marked.marks.cuda and capturing():
+            recorder.missed("it was captured in a CUDA graph by the caller")
+            return lowered(args)
+        return recorder.run(marked, args, engine)
 
 
 class Raiser:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+
+from dynaflow.lower.marks import Marks
 from dynaflow.lower.segments import Segment
 from dynaflow.lower.steps import Program, Step
 
@@ -40,28 +45,37 @@ class Code:
 
 
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, marks: Marks | None = None, cuda: bool = False) -> None:
         self.lines: list[str] = []
         self.tasks: dict[int, tuple[int, ...]] = {}
         self.indent = 0
+        self.marks, self._cuda = marks, cuda
 
     def line(self, text: str, tasks: tuple[int, ...] = ()) -> None:
         self.lines.append("    " * self.indent + text)
         if tasks:
             self.tasks[len(self.lines)] = tasks
 
+    def mark(self, step: int, side: int, stream: str = "s0") -> None:
+        """For a recording, at the start (0) or at the end (1) of the call that begins with the step."""
+        number = self.marks.at[step][side] if self.marks else None
+        if number is not None:
+            self.line(f"marks[{number}].record({stream})" if self._cuda else f"marks[{number}] = clock()")
 
-def generate(program: Program, *, cuda: bool, hook: bool, segments: Sequence[Segment] = ()) -> Code:
-    """`hook`: the code calls `on_task(task, "start" | "stop")` around every task.
+
+def generate(
+    program: Program, *, cuda: bool, hook: bool, segments: Sequence[Segment] = (), marks: Marks | None = None
+) -> Code:
+    """`hook`: the code calls `on_task(task, "start" | "stop")` around every task. `marks`: it takes a list of them.
 
     Each of the `segments` becomes a function by itself, `segment_0`, ..., called under the name `graph_0`, ...
     """
-    out = _Writer()
+    out = _Writer(marks, cuda)
     lanes = program.lanes
     for number, segment in enumerate(segments):
         _segment(out, program, number, segment)
     if len(lanes) < 2 and not program.partitioned:
-        _single(out, program, hook, segments)
+        _single(out, program, hook, segments, cuda)
     elif cuda:
         _streams(out, program, hook, segments)
     else:
@@ -70,6 +84,8 @@ def generate(program: Program, *, cuda: bool, hook: bool, segments: Sequence[Seg
     filename = f"<dynaflow plan {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     names = dict(program.names)
+    if marks:
+        names |= {"clock": time.perf_counter, "current_stream": partial(torch.cuda.current_stream, marks.device)}
     exec(compile(source, filename, "exec"), names)
     return Code(source=source, run=names["run"], filename=filename, tasks=out.tasks, names=names)
 
@@ -80,6 +96,8 @@ def forget(filename: str) -> None:
 
 
 def _arguments(out: _Writer, program: Program) -> None:
+    if out.marks:
+        out.line("marks = args.pop()")
     used = set(program.used)
     if used:
         names = [f"a{i}" if i in used else "_" for i in range(program.arguments)]
@@ -163,18 +181,24 @@ def _call_segment(out: _Writer, program: Program, number: int, segment: Segment)
     _let_go(out, [n for step in steps for n in (*step.frees_first, *step.frees)], tasks, known)
 
 
-def _single(out: _Writer, program: Program, hook: bool, segments: Sequence[Segment]) -> None:
+def _single(out: _Writer, program: Program, hook: bool, segments: Sequence[Segment], cuda: bool) -> None:
     out.line("def run(args, on_task, memory):")
     out.indent += 1
     _arguments(out, program)
+    if out.marks and cuda:
+        out.line("s0 = current_stream()")
     first = {segment.steps[0]: n for n, segment in enumerate(segments)}
     inside = {s for segment in segments for s in segment.steps}
     for s, step in enumerate(program.steps):
+        if s in inside and s not in first:
+            continue
+        out.mark(s, 0)
         if s in first:
             _call_segment(out, program, first[s], segments[first[s]])
-        elif s not in inside:
+        else:
             _title(out, step)
             _body(out, step, hook)
+        out.mark(s, 1)
     _end(out, program)
 
 
@@ -215,7 +239,9 @@ def _threads(out: _Writer, program: Program, hook: bool) -> None:
                 if waiting == s:
                     out.line(f"w{n}.acquire()")
                     out.line("if failed: return")
+            out.mark(s, 0)
             _body(out, step, hook)
+            out.mark(s, 1)
             for n, _ in signals.get(s, []):
                 out.line(f"w{n}.release()")
         out.line("return")
@@ -249,11 +275,13 @@ def _streams(out: _Writer, program: Program, hook: bool, segments: Sequence[Segm
             current = step.lane
         for a in step.after:
             out.line(f"{stream}.wait_event(e{a})", step.tasks)
+        out.mark(s, 0, stream)
         if s in first:
             _call_segment(out, program, first[s], segments[first[s]])
             last = segments[first[s]].steps[-1]
         else:
             _body(out, step, hook)
+        out.mark(s, 1, stream)
         if last in signals:
             out.line(f"e{last}.record({stream})", step.tasks)
     if current != home:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from dynaflow.capture.graph import CapturedGraph, Input, is_named
 from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.codegen import Code, event_count, forget, generate
 from dynaflow.lower.elastic import Elastic
+from dynaflow.lower.marks import Marks, in_a_row, make_marks, whole_marks
 from dynaflow.lower.operators import Operators, Sizes, Source
 from dynaflow.lower.program import NotElastic, make_program
 from dynaflow.lower.segments import make_segments
@@ -54,6 +56,12 @@ class Lowered:
         self.joined_bytes = joined_bytes
         self.code = code
         self.verified = False
+        self.marks: Marks | None = None
+        """If it takes marks behind the arguments: what they mean."""
+        self.remark: Callable[[bool], Lowered] | None = None
+        """Makes the same once more with marks; and, if asked to, with all calls in a row."""
+        self.with_marks: dict[bool, Lowered] = {}
+        """What that has made."""
         if code:
             weakref.finalize(self, forget, code.filename)
 
@@ -66,6 +74,13 @@ class Lowered:
                 e.add_note(f"dynaflow: in {where}")
             raise
 
+    def marked(self, row: bool = False) -> Lowered:
+        """The same with marks, for a recording. This one stays as it is."""
+        if row not in self.with_marks:
+            assert self.remark is not None and self.marks is None
+            self.with_marks[row] = self.remark(row)
+        return self.with_marks[row]
+
     def placed(self, plan: Plan, cuts: tuple[int, ...], remade: Callable[[], Lowered]) -> Lowered:
         """The same function for micro-batches of other sizes, if it is elastic. `remade`: for these sizes alone."""
         run = self.run
@@ -74,8 +89,15 @@ class Lowered:
             args.append(cuts)
             return run(args)
 
-        found = Lowered(plan, self.graph, run_here, None, self.joined_bytes)
+        def run_marked(args: list[Any]) -> Any:
+            args.insert(-1, cuts)
+            return run(args)
+
+        found = Lowered(plan, self.graph, run_marked if self.marks else run_here, None, self.joined_bytes)
         found.plan, found.code = replace(plan, code=self.plan.code), self.code
+        if self.marks:
+            found.marks = replace(self.marks, plan=replace(self.marks.plan, micro_batches=plan.micro_batches))
+        found.remark = lambda row: self.marked(row).placed(plan, cuts, remade)
         found.all_values = lambda args: _all(remade(), args)
         return found
 
@@ -102,6 +124,13 @@ class _Job:
     graph: OpGraph
     sizes: Sizes
     functions: Mapping[str, Callable[..., Any]]
+    chains: bool
+    marked: bool = False
+    """For a recording."""
+    row: bool = False
+    """All calls one after the other on one lane."""
+    warm: bool = False
+    """Its kernels have run before."""
 
     @property
     def device(self) -> torch.device:
@@ -135,35 +164,48 @@ class Lowerer:
         self.graphs = GraphPool(stats)
 
     def lower(self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]) -> Lowered:
-        job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions)
-        outside = frozenset(op.name for op in graph.ops if NO_CAPTURE in op.tags)
+        return self._lower(_Job(plan=plan, graph=graph, sizes=sizes, functions=functions, chains=self.chains))
+
+    def _lower(self, job: _Job) -> Lowered:
+        outside = frozenset(op.name for op in job.graph.ops if NO_CAPTURE in op.tags)
         if self._captures(job) and (self.cudagraph == "pieces" or outside):
             return self._in_pieces(job, outside)
-        if plan.sequential:
-            lowered = Lowered(plan, graph, self.whole(graph.graph, sizes))
+        if job.plan.sequential:
+            lowered = self._uncut(job)
         else:
-            program = make_program(plan, graph, sizes, self.operators, functions, chains=self.chains)
-            code = self._generate(program, job.device)
-            lowered = self._lowered(job, program, code, self._runnable(plan, program, code, job.device, self.blocks))
+            lowered, _ = self._cut(job)
+        lowered.remark = lambda row: self._lower(replace(job, marked=True, row=row))
         if self._captures(job):
-            lowered.run = self._as_graph(job, lowered)
+            self._as_graph(job, lowered)
         return lowered
+
+    def _cut(self, job: _Job, elastic: bool = False) -> tuple[Lowered, Program]:
+        program, plan = self._program(job, elastic=elastic)
+        marks = make_marks(plan, job.graph, job.sizes, program) if job.marked else None
+        code = self._generate(program, job.device, marks)
+        run = self._runnable(plan, program, code, job.device, self.blocks)
+        return self._lowered(job, program, code, run, marks), program
+
+    def _program(self, job: _Job, **more: Any) -> tuple[Program, Plan]:
+        """And the plan by whose lanes it runs."""
+        plan, graph, functions = job.plan, job.graph, job.functions
+        program = make_program(plan, graph, job.sizes, self.operators, functions, chains=job.chains, **more)
+        return (in_a_row(program), plan.on_one_lane(program.lanes[0])) if job.row else (program, plan)
 
     def elastic(
         self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]
     ) -> Elastic | None:
         """The plan for micro-batches of all sizes, if there can be such a thing."""
-        job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions)
+        job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions, chains=self.chains)
         if self.cudagraph is not None:
             return None
         if plan.sequential:
             return self._elastic_sequence(job)
         try:
-            program = make_program(plan, graph, sizes, self.operators, functions, chains=self.chains, elastic=True)
+            lowered, program = self._cut(job, elastic=True)
         except NotElastic:
             return None
-        code = self._generate(program, job.device)
-        lowered = self._lowered(job, program, code, self._runnable(plan, program, code, job.device, self.blocks))
+        lowered.remark = lambda row: self._cut(replace(job, marked=True, row=row), elastic=True)[0]
         return Elastic(lowered, program, lambda plan, sizes: self.lower(plan, graph, sizes, functions))
 
     def _elastic_sequence(self, job: _Job) -> Elastic | None:
@@ -176,14 +218,22 @@ class Lowerer:
             return run(args)
 
         lowered = Lowered(job.plan, job.graph, run_whole)
+        lowered.remark = lambda row: _timed(job, Lowered(job.plan, job.graph, run_whole))
         return Elastic(lowered, Program(arguments=0, lanes=[], used=[]), lambda plan, sizes: lowered)
 
-    def _lowered(self, job: _Job, program: Program, code: Code, run: Boxed) -> Lowered:
-        self.stats.arena_bytes = program.arena_bytes
-        return Lowered(job.plan, job.graph, run, code, program.joined_bytes, lambda args: self._all_values(job, args))
+    def _uncut(self, job: _Job) -> Lowered:
+        lowered = Lowered(job.plan, job.graph, self.whole(job.graph.graph, job.sizes))
+        return _timed(job, lowered) if job.marked else lowered
 
-    def _generate(self, program: Program, device: torch.device) -> Code:
-        return generate(program, cuda=device.type == "cuda", hook=self.on_task is not None)
+    def _lowered(self, job: _Job, program: Program, code: Code, run: Boxed, marks: Marks | None) -> Lowered:
+        self.stats.arena_bytes = program.arena_bytes
+        values = lambda args: self._all_values(job, args)  # noqa: E731
+        lowered = Lowered(job.plan, job.graph, run, code, program.joined_bytes, values)
+        lowered.marks = marks
+        return lowered
+
+    def _generate(self, program: Program, device: torch.device, marks: Marks | None = None) -> Code:
+        return generate(program, cuda=device.type == "cuda", hook=self.on_task is not None, marks=marks)
 
     def _runnable(self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool) -> Boxed:
         """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
@@ -272,10 +322,11 @@ class Lowerer:
             (still if stays else moving).append(value.input)
         return moving, still
 
-    def _as_graph(self, job: _Job, lowered: Lowered) -> Boxed:
-        plain = lowered.run
+    def _as_graph(self, job: _Job, lowered: Lowered) -> None:
+        """Has its function run as one CUDA graph."""
+        plain = lowered.run if lowered.marks is None else _with_own_marks(lowered.marks, lowered.run, job.device)
         moving, still = self._places(job)
-        graphed = Graphed(plain, job.device, self.graphs, moving=moving, still=still)
+        graphed = Graphed(plain, job.device, self.graphs, moving=moving, still=still, warm=job.warm)
 
         def run(args: list[Any]) -> Any:
             try:
@@ -288,34 +339,54 @@ class Lowerer:
                 cause = e.__cause__ or e
                 indices = lowered.code.tasks_of(cause) if lowered.code else None
                 self.graphs.failed(lowered.tasks_of(cause) or ("the plan" if lowered.code else "the uncut graph"), e)
-                if indices:
+                if indices and not job.marked:  # whose places are known to the recording
                     culprits = frozenset(item.op for i in indices for item in job.plan.tasks[i].items)
                     pieces = self._in_pieces(job, culprits)
-                    lowered.run, lowered.code = pieces.run, pieces.code
+                    lowered.run, lowered.code, lowered.remark = pieces.run, pieces.code, pieces.remark
                 else:
                     lowered.run = plain
                 return lowered.run(args)
 
-        return run
+        if lowered.marks is None:
+            lowered.run = run
+            lowered.remark = lambda row: self._lower(replace(job, marked=True, row=row, warm=graphed.warm))
+        else:
+            lowered.marks = replace(lowered.marks, own=True)
+            lowered.run = self._with_graphs_marks(graphed, run)
+
+    def _with_graphs_marks(self, graphed: Graphed, run: Boxed) -> Boxed:
+        """A graph records the events that it was captured with: they are put into the list that it is given."""
+        kept: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+        def run_marked(args: list[Any]) -> Any:
+            marks = args[-1]
+            with self.graphs.lock:
+                captures = self.stats.captures
+                results = run(args)
+                if self.stats.captures > captures:
+                    kept[graphed.last] = list(marks)
+                elif not marks:
+                    marks += kept[graphed.last]
+                return results
+
+        return run_marked
 
     def _in_pieces(self, job: _Job, outside: frozenset[str]) -> Lowered:
         """The plan with what lies between the operators `outside` captured, lane by lane."""
         if job.plan.sequential:
             if not outside:
-                lowered = Lowered(job.plan, job.graph, self.whole(job.graph.graph, job.sizes))
-                lowered.run = self._as_graph(job, lowered)
+                lowered = self._uncut(job)
+                self._as_graph(job, lowered)
                 return lowered
             job = replace(job, plan=one_by_one(job.plan, job.graph.by_name))
-        plan, graph = job.plan, job.graph
-        program = make_program(
-            plan, graph, job.sizes, self.operators, job.functions, chains=self.chains, pieces=True, outside=outside
-        )
+        program, plan = self._program(job, pieces=True, outside=outside)
         held_out = frozenset(
             s for s, step in enumerate(program.steps)
             if any(item.op in outside for t in step.tasks for item in plan.tasks[t].items)
         )  # fmt: skip
         segments = make_segments(program, held_out)
-        code = generate(program, cuda=True, hook=False, segments=segments)
+        marks = make_marks(plan, job.graph, job.sizes, program, segments) if job.marked else None
+        code = generate(program, cuda=True, hook=False, segments=segments, marks=marks)
         copied = {f"a{i}" for i in self._places(job)[0]}
         sides = self.graphs.streams.get(job.device, plan.lanes)
         streams = dict(zip([lane.name for lane in plan.lanes][-len(sides) :] if sides else [], sides, strict=True))
@@ -339,7 +410,8 @@ class Lowerer:
                 finally:
                     pool.turns.leave(device)
 
-        lowered = self._lowered(job, program, code, one_at_a_time)
+        lowered = self._lowered(job, program, code, one_at_a_time, marks)
+        lowered.remark = lambda row: self._in_pieces(replace(job, marked=True, row=row), outside)
         return lowered  # which `where` knows as well
 
     def _hook(self, plan: Plan) -> Callable[[int, str], None] | None:
@@ -351,3 +423,43 @@ class Lowerer:
 
 def _spread(function: Callable[..., Any]) -> Boxed:
     return lambda args: function(*args)
+
+
+def _timed(job: _Job, lowered: Lowered) -> Lowered:
+    """The uncut graph with marks around it."""
+    run, device = lowered.run, job.device
+    cuda = device.type == "cuda"
+
+    def run_timed(args: list[Any]) -> Any:
+        marks = args.pop()
+        if cuda:
+            stream = torch.cuda.current_stream(device)
+            marks[0].record(stream)
+            results = run(args)
+            marks[1].record(stream)
+        else:
+            marks[0] = time.perf_counter()
+            results = run(args)
+            marks[1] = time.perf_counter()
+        return results
+
+    lowered.run, lowered.marks = run_timed, whole_marks(job.plan, job.graph, job.sizes)
+    return lowered
+
+
+def _with_own_marks(marks: Marks, run: Boxed, device: torch.device) -> Boxed:
+    """Puts marks into the list that it is given: what is captured needs some that no other graph has."""
+
+    def run_marked(args: list[Any]) -> Any:
+        if not args[-1]:
+            args[-1].extend(fresh_marks(marks.count, device, captured=True))
+        return run(args)
+
+    return run_marked
+
+
+def fresh_marks(count: int, device: torch.device, captured: bool = False) -> list[Any]:
+    """Places for times on a CPU, events on CUDA. `captured`: those that a graph may record at each of its launches."""
+    if device.type != "cuda":
+        return [0.0] * count
+    return [torch.cuda.Event(enable_timing=True, external=captured) for _ in range(count)]

@@ -105,16 +105,18 @@ class Graphed:
         inner: bool = False,
         stream: torch.cuda.Stream | None = None,
         where: Callable[[BaseException], str | None] = lambda error: None,
+        warm: bool = False,
     ) -> None:
         """`moving`, `still`: positions of the tensors to be copied in, and of those to be used in place.
 
         `inner`: a piece of a plan, whose results go to its other pieces alone. If it can't be captured, it runs as it
-        is, for pieces before it have run already. `where` says which operator an error comes from.
+        is, for pieces before it have run already. `where` says which operator an error comes from. `warm`: the kernels
+        have run before, so that the first call may be captured.
         """
         self._function, self._device, self._pool, self._stream = function, device, pool, stream
         self._moving, self._still, self._inner, self._where = list(moving), list(still), inner, where
         self._graphs: list[_Graph] = []
-        self._warm = self._off = self._copy_results = False
+        self.warm, self._off, self._copy_results = warm, False, False
         self._captures = self._replays = 0
         """Captures that were of little use, one after the other; and replays since the last one."""
 
@@ -122,8 +124,8 @@ class Graphed:
         with self._pool.lock:
             graph = self._find(args)
             if graph is None:
-                if not self._warm or self._off:
-                    self._warm = True  # libraries have set themselves up, kernels are tuned
+                if not self.warm or self._off:
+                    self.warm = True  # libraries have set themselves up, kernels are tuned
                     return self._function(args)
                 try:
                     graph = self._capture(args)
@@ -148,6 +150,11 @@ class Graphed:
 
     def call(self, *args: Any) -> Any:
         return self(list(args))
+
+    @property
+    def last(self) -> Any:
+        """The graph that was launched last."""
+        return max(self._graphs, key=lambda graph: graph.used)
 
     def forget(self) -> None:
         self._graphs.clear()

@@ -58,11 +58,13 @@ def _parsed(data: Any, text: str, path: Path) -> Document:
 def of_trace(trace: Mapping[str, Any], *, title: str = "") -> Document:
     """A trace as Chrome, Perfetto and torch.profiler know it: its complete events, a lane for each thread.
 
-    If some of them ran on a GPU, only those count: the host's calls would be a lane for each of its threads.
+    If some are tasks that we have recorded, only those count; else, if some of them ran on a GPU, those: the host's
+    calls would be a lane for each of its threads.
     """
     events = [e for e in _list(trace.get("traceEvents")) if isinstance(e, dict)]
     complete = [e for e in events if e.get("ph") == "X" and e.get("cat") != "Trace"]  # that is the profiler itself
-    work = [e for e in complete if e.get("cat") in _DEVICE_WORK] or complete
+    ours = [e for e in complete if e.get("cat") == "task"]
+    work = ours or [e for e in complete if e.get("cat") in _DEVICE_WORK] or complete
     if not work:
         raise TimelineError("the trace has no complete event", advice='record events of the phase "X"')
     work.sort(key=lambda e: _number(e, "ts"))
@@ -106,7 +108,8 @@ def _task(event: Mapping[str, Any], lane: str, began: float, places: Mapping[int
     args = _args(event)
     start, length = _number(event, "ts") - began, _number(event, "dur", 0.0)
     name = str(event.get("name", "?"))
-    ours = {"task", "op", "micro_batches", "after"}
+    ours = {"task", "call", "op", "micro_batches", "after", "tags", "rows", "bytes"} if "task" in args else {"op"}
+    rows, moved = (args.get(k) if "task" in args else None for k in ("rows", "bytes"))
     note = "; ".join(f"{k} {v}" for k, v in args.items() if k not in ours and isinstance(v, str | int | float))
     return TimedTask(
         name=name,
@@ -116,7 +119,9 @@ def _task(event: Mapping[str, Any], lane: str, began: float, places: Mapping[int
         end=(start + max(length, 0.0)) / 1e6,
         micro_batches=tuple(m for m in _list(args.get("micro_batches")) if isinstance(m, int)),
         after=tuple(places[a] for a in _list(args.get("after")) if a in places),
-        tags=(event["cat"],) if event.get("cat") in _DEVICE_WORK else (),
+        tags=(event["cat"],) if event.get("cat") in _DEVICE_WORK else tuple(map(str, _list(args.get("tags")))),
+        rows=rows if isinstance(rows, int) else None,
+        bytes=moved if isinstance(moved, int) else None,
         note=note,
     )
 

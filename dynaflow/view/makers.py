@@ -68,15 +68,17 @@ def of_spans(
     title: str = "",
     device: str = "",
     counters: Sequence[Counter] = (),
+    costs: Costs | None = None,
 ) -> Document:
     """A measured run: when each task of the plan started and ended, in seconds.
 
     Of a sequential plan the spans are those of the graph's operators; without the graph there is one, of it all.
+    With `costs`, each task's use of the device as well.
     """
     whole = _spelled_out(plan, graph)
     if plan.sequential and graph is None:
         whole = one_by_one(plan, ["model"])
-    return _document(plan, whole, spans, "measured", title, graph, device=device, counters=tuple(counters))
+    return _document(plan, whole, spans, "measured", title, graph, costs=costs, device=device, counters=tuple(counters))
 
 
 def _spelled_out(plan: Plan, graph: OpGraph | None) -> Plan:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dynaflow.view.document import Document, TimedTask
-from dynaflow.view.text import kind_of
+from dynaflow.view.text import Span, kind_of
 
 SAME = 1e-9
 """Of a timeline's length: moments that are so close are one. Sums of times differ by roundings."""
@@ -61,7 +61,7 @@ def summarize(document: Document) -> Summary:
     held = _held(document)
     path = _path(document, held)
     on_path = _shares([(kind(document.tasks[i]), document.tasks[i].seconds) for i in path])
-    running = math.fsum(end - start for start, end in _union([document.tasks[i] for i in path]))
+    running = math.fsum(end - start for start, end in union(_span(document.tasks[i]) for i in path))
     return Summary(
         held=held,
         path=path,
@@ -112,7 +112,7 @@ def _path(document: Document, held: Sequence[int]) -> tuple[int, ...]:
 def _use(document: Document, lane: str, held: Sequence[int]) -> LaneUse:
     tasks = document.tasks
     own = sorted((i for i, t in enumerate(tasks) if t.lane == lane), key=lambda i: (tasks[i].start, i))
-    busy = math.fsum(end - start for start, end in _union([tasks[i] for i in own]))
+    busy = math.fsum(end - start for start, end in union(_span(tasks[i]) for i in own))
     gaps: list[tuple[str, float]] = []
     now = document.begin
     for i in own:
@@ -130,15 +130,19 @@ def _use(document: Document, lane: str, held: Sequence[int]) -> LaneUse:
     return LaneUse(lane=lane, tasks=len(own), busy=busy, idle=idle, causes=_shares(gaps))
 
 
-def _union(tasks: Sequence[TimedTask]) -> list[tuple[float, float]]:
-    """The times in which any of them runs."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted((t.start, t.end) for t in tasks):
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The times that lie in any of them."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
             found.append((start, end))
     return found
+
+
+def _span(task: TimedTask) -> Span:
+    return task.start, task.end
 
 
 def _shares(parts: Sequence[tuple[str, float]]) -> tuple[Share, ...]:

@@ -19,6 +19,7 @@ from benchmarks.report import Report, make_row, merged, take, write_table
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark, run
 from benchmarks.variants import Variant, Variants
+from dynaflow import recording
 
 TINY = Settings(tiny=True, operators="eager", rounds=2)
 
@@ -47,6 +48,14 @@ def test_the_strategies_suite_runs(tmp_path: Path) -> None:
     assert [row["situation"] for row in auto.rows] == cells.split(",")
     assert {row["situation"] for row in strategies.rows} == set(cells.split(","))
     assert all(row["details"]["chosen"] for row in auto.rows)
+
+
+def test_what_a_recording_costs(tmp_path: Path) -> None:
+    line = ["--only", "trace_cost", "--tiny", "--operators", "eager", "--rounds", "2", "--out", str(tmp_path)]
+    (made,) = main(line)
+    assert not [row for row in made.rows if "error" in row], made.rows
+    assert len(made.rows) >= 5 and all("value" in row and row["limit"] for row in made.rows)
+    assert recording.now is None
 
 
 def test_the_training_suite_runs(tmp_path: Path) -> None:

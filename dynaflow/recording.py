@@ -1,0 +1,424 @@
+"""What really ran: `with df.record() as recording:` around any calls.
+
+While a recording is on, plans run as code that marks the start and the end of each call that they make: with the
+host's clock on a CPU, with events on CUDA, which are read when the recording ends. The code that runs otherwise is
+another function, and stays what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections import Counter as Counts
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dynaflow.errors import RecordingError
+from dynaflow.lower.lower import Lowered, fresh_marks
+from dynaflow.lower.marks import Marks
+from dynaflow.schedule.plan import Plan
+from dynaflow.tune.cost import Costs
+from dynaflow.tune.device import device_for
+from dynaflow.view.document import Counter, Document
+from dynaflow.view.makers import of_spans
+from dynaflow.view.perfetto import Shown, join, trace_of
+from dynaflow.view.report import Report, report_of
+from dynaflow.view.text import Span, draw
+
+if TYPE_CHECKING:
+    from dynaflow.engine import Engine
+
+KEPT = 64
+MOST_SPARE = 1 << 14
+
+now: Recording | None = None
+"""The one that is on, in the whole process: a backward pass runs in threads of autograd's."""
+
+_one = threading.Lock()
+
+AGAIN = "a CUDA graph tells the times of its last launch alone"
+
+
+@contextmanager
+def record(keep: int = KEPT) -> Iterator[Recording]:
+    """Records the calls of all compiled models, in all threads, until the block ends; of each plan the last `keep`."""
+    global now
+    if keep < 1:
+        raise RecordingError(f"keep={keep}", advice="keep one call of each plan at least")
+    if not _one.acquire(blocking=False):
+        raise RecordingError("a recording is on already", advice="one serves all models and threads: let it end first")
+    try:
+        recording = now = Recording(keep)
+        try:
+            yield recording
+        finally:
+            now = None
+            recording._end()
+    finally:
+        _one.release()
+
+
+class _Raw(NamedTuple):
+    """A call as it was noted, not yet understood."""
+
+    marks: Marks
+    moments: list[Any]
+    begin: float
+    end: float
+    thread: str
+    model: str
+    owner: int
+    """Which of the models of that name."""
+    memory: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One run of a plan. Times are seconds since the recording began."""
+
+    model: str
+    phase: str
+    """"inference", "forward" or "backward"."""
+    plan: Plan
+    """As it was compiled: tasks that are one call are one task."""
+    thread: str
+    begin: float
+    end: float
+    """Of the host: on CUDA, until all was issued."""
+    spans: tuple[Span, ...] = ()
+    """Start and end of each task; of the uncut graph, of it all. Empty if they are not known: `note` says why."""
+    memory: int | None = None
+    """Bytes that torch's allocator had given out when the host was done; None on a CPU."""
+    note: str = ""
+
+    @property
+    def host(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first task to the end of the last."""
+        return max(e for _, e in self.spans) - min(s for s, _ in self.spans) if self.spans else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """The lanes' busy time together over the time that it took: 1 is a sequence without gaps."""
+        return sum(e - s for s, e in self.spans) / self.seconds if self.seconds else 0.0
+
+
+class Recorded:
+    """The calls of one plan."""
+
+    def __init__(self, calls: list[Call], marks: Marks, owner: int) -> None:
+        first = calls[0]
+        self.owner = owner
+        self.model, self.phase, self.plan, self.calls = first.model, first.phase, first.plan, tuple(calls)
+        self.graph, self.device, self._sizes = marks.graph, marks.device, marks.sizes
+
+    @property
+    def title(self) -> str:
+        sizes = ", ".join(str(m.size) for m in self.plan.micro_batches)
+        how = "in sequence" if self.plan.sequential else f"as [{sizes}]"
+        phase = "" if self.phase == "inference" else f", {self.phase}"
+        return f"{self.model}{phase}: batch of {self.plan.batch_size} {how}"
+
+    @cached_property
+    def timed(self) -> list[Call]:
+        """Those whose tasks' times are known, the fastest first."""
+        return sorted((call for call in self.calls if call.spans), key=lambda call: call.seconds)
+
+    @property
+    def median(self) -> Call | None:
+        return self.timed[(len(self.timed) - 1) // 2] if self.timed else None
+
+    @property
+    def host(self) -> float:
+        return statistics.median(call.host for call in self.calls)
+
+    def document(self, call: Call) -> Document:
+        """The call as a timeline, in the recording's time."""
+        pairs = zip(self._template.tasks, call.spans, strict=True)
+        tasks = tuple(replace(task, start=start, end=end) for task, (start, end) in pairs)
+        made = replace(self._template, tasks=tasks)
+        counters = [self._sms(made)]
+        if call.memory is not None:
+            counters.append(Counter(name="allocated", points=((call.end, float(call.memory)),), unit="bytes"))
+        return replace(made, counters=tuple(counters))
+
+    def draw(self, width: int = 110) -> str:
+        """The median call in the terminal."""
+        if self.median is None or self.plan.sequential:
+            return draw(self.plan, None, width)
+        return draw(self.plan, [(s * 1e3, e * 1e3) for s, e in self.median.spans], width)
+
+    @cached_property
+    def _template(self) -> Document:
+        """All but the times: the same in all calls."""
+        graph = None if self.plan.sequential else self.graph
+        spans = [(0.0, 0.0)] * max(1, len(self.plan.tasks))
+        device = str(self.device)
+        try:
+            costs = Costs(self.graph, device_for(self.device), sizes=self._sizes)
+            return of_spans(self.plan, spans, graph, title=self.title, device=device, costs=costs)
+        except Exception:  # what a task uses is a help, and never a duty
+            return of_spans(self.plan, spans, graph, title=self.title, device=device)
+
+    def _sms(self, document: Document) -> Counter:
+        """The part of the SMs that the running lanes may use."""
+        there = device_for(self.device).sms
+        shares = {lane: 1.0 if n is None else n / there for lane, n in self.plan.shares(there).items()}
+        running: Counts[str] = Counts()
+        points: dict[float, float] = {}
+        moments = [(t.start, 1, t.lane) for t in document.tasks] + [(t.end, -1, t.lane) for t in document.tasks]
+        for moment, change, lane in sorted(moments):
+            running[lane] += change
+            used = sum(shares.get(lane, 1.0) for lane, n in running.items() if n > 0)
+            points[moment] = round(min(1.0, used), 4)
+        return Counter(name="sms", points=tuple(points.items()), unit="fraction")
+
+    def __str__(self) -> str:
+        told = f"{self.title}: {_number(len(self.calls), 'call')}"
+        if self.median is not None:
+            told += f", {self.median.seconds * 1e3:.3f} ms, lanes busy {self.median.overlap:.2f} of it"
+        told += f", host {self.host * 1e3:.3f} ms"
+        notes = Counts(call.note for call in self.calls if call.note)
+        return told + "".join(f"\n  {n} without the times of tasks: {note}" for note, n in notes.items())
+
+
+class Recording:
+    """What `record` gives. Its calls can be read when it has ended."""
+
+    def __init__(self, keep: int = KEPT) -> None:
+        self.began, self._wall = time.perf_counter(), time.time()
+        self.ended: float | None = None
+        self.others: Counts[str] = Counts()
+        """Calls that could not be recorded, by the reason."""
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._raw: dict[object, deque[_Raw]] = {}
+        self._bases: dict[torch.device, tuple[Any, float]] = {}
+        """By device: an event, and the host's time at which it was."""
+        self._plans: list[Recorded] = []
+
+    # While it is on
+
+    def run(self, marked: Lowered, args: list[Any], engine: Engine) -> Any:
+        """Runs a plan that takes marks, and notes them."""
+        marks = marked.marks
+        assert marks is not None
+        device = marks.device
+        if marks.cuda and device not in self._bases:
+            self._bases[device] = _base(device)
+        moments = [] if marks.own else _taken(marks.count, device) if marks.cuda else [0.0] * marks.count
+        args.append(moments)
+        begin = time.perf_counter()
+        results = marked(args)
+        end = time.perf_counter()
+        memory = _allocated(device) if marks.cuda else None
+        raw = _Raw(marks, moments, begin, end, threading.current_thread().name, engine.name, id(engine), memory)
+        with self._lock:
+            if self.ended is None:
+                kept = self._raw.setdefault(marks.key, deque())
+                kept.append(raw)
+                if len(kept) > self._keep:
+                    _give(kept.popleft())
+        return results
+
+    def missed(self, reason: str) -> None:
+        with self._lock:
+            self.others[reason] += 1
+
+    def _end(self) -> None:
+        with self._lock:
+            self.ended = time.perf_counter()
+        for device in self._bases:
+            torch.cuda.synchronize(device)
+        groups: dict[Any, tuple[list[Call], Marks]] = {}
+        read: set[int] = set()
+        for raw in sorted((raw for kept in self._raw.values() for raw in kept), key=lambda raw: -raw.begin):
+            call = self._call(raw, read)
+            groups.setdefault((raw.owner, call.phase, call.plan), ([], raw.marks))[0].append(call)
+        self._plans = [Recorded(calls[::-1], marks, owner) for (owner, *_), (calls, marks) in groups.items()]
+        self._plans.sort(key=lambda plan: plan.calls[0].begin)
+        for kept in self._raw.values():
+            for raw in kept:
+                _give(raw)
+        self._raw.clear()
+        self._bases.clear()
+
+    def _call(self, raw: _Raw, read: set[int]) -> Call:
+        """`read`: the marks of later calls, which a graph's launches have in common."""
+        spans: tuple[Span, ...] = ()
+        note = ""
+        if id(raw.moments[0]) in read and raw.marks.own:
+            note = AGAIN
+        else:
+            read.add(id(raw.moments[0]))
+            try:
+                times = self._times(raw)
+                spans = tuple((times[a], max(times[a], times[b])) for a, b in raw.marks.spans)
+            except (RuntimeError, ValueError) as e:  # an event that can't be read
+                note = str(e).split("\n")[0]
+        return Call(
+            model=raw.model, phase=raw.marks.graph.graph.phase, plan=raw.marks.plan, thread=raw.thread, spans=spans,
+            begin=raw.begin - self.began, end=raw.end - self.began, memory=raw.memory, note=note,
+        )  # fmt: skip
+
+    def _times(self, raw: _Raw) -> list[float]:
+        if isinstance(raw.moments[0], float):
+            return [moment - self.began for moment in raw.moments]
+        base, at = self._bases[raw.marks.device]
+        first = raw.moments[raw.marks.spans[0][0]]  # a difference is a float32: small ones are exact
+        start = at - self.began + base.elapsed_time(first) / 1e3
+        return [start + first.elapsed_time(moment) / 1e3 for moment in raw.moments]
+
+    # When it has ended
+
+    @property
+    def plans(self) -> tuple[Recorded, ...]:
+        """The calls, plan by plan, in the order of their first ones."""
+        if self.ended is None:
+            raise RecordingError("the recording is still on", advice="read it behind the `with` block")
+        return tuple(self._plans)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(sorted((c for plan in self.plans for c in plan.calls), key=lambda c: c.begin))
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """A timeline for each plan: of the call that took the median time, from its start."""
+        made = [plan.document(plan.median) for plan in self.plans if plan.median is not None]
+        return tuple(_from_zero(document) for document in made)
+
+    def trace(self, profile: str | Path | Mapping[str, Any] | Any = None) -> dict[str, Any]:
+        """All calls as Chrome, Perfetto and torch's tools know them; see `save`."""
+        shown = [Shown(c, plan.document(c) if c.spans else None, plan.title) for plan in self.plans for c in plan.calls]
+        made = trace_of(sorted(shown, key=lambda s: s.call.begin))
+        return made if profile is None else join(made, profile, self._wall)
+
+    def save(self, path: str | Path, *, profile: str | Path | Mapping[str, Any] | Any = None) -> None:
+        """Writes a trace for ui.perfetto.dev or `dynaflow view`: tasks by lane, what they wait for, calls of the host.
+
+        profile: a torch.profiler.profile that has ended, or a trace that it has exported. Its events come along, in
+        processes of their own, on one clock with ours: the wall clock, to some tens of microseconds.
+        """
+        Path(path).write_text(json.dumps(self.trace(profile)))
+
+    def report(self, engine: Engine | None = None) -> Report:
+        """Of the plan that took most of the time, of all models or of one. What the uncut graph takes is known if it
+        was recorded too."""
+        found = [p for p in self.plans if p.timed and (engine is None or p.owner == id(engine))]
+        if not found:
+            raise RecordingError(f"no times of tasks were recorded: {self}", advice="call a compiled model inside")
+        most = max(found, key=lambda p: (not p.plan.sequential, sum(call.seconds for call in p.calls)))
+        sequence = [
+            p.timed[len(p.timed) // 2].seconds for p in found
+            if p.plan.sequential and p.plan.graph == most.plan.graph and p.plan.batch_size == most.plan.batch_size
+        ]  # fmt: skip
+        return reported(most, sequence=sequence[0] if sequence else None)
+
+    def __str__(self) -> str:
+        if self.ended is None:
+            return "a recording that is still on"
+        plans, calls = self.plans, sum(len(plan.calls) for plan in self.plans)
+        head = f"{_number(calls, 'call')} of {_number(len(plans), 'plan')} in {(self.ended - self.began) * 1e3:.1f} ms"
+        missed = [f"{_number(n, 'call')} not recorded: {reason}" for reason, n in self.others.items()]
+        return "\n".join([head, *map(str, plans), *missed])
+
+
+def reported(recorded: Recorded, **known: Any) -> Report:
+    """The report on a plan's median call."""
+    assert recorded.median is not None
+    document = _from_zero(recorded.document(recorded.median))
+    issued = recorded.host if recorded.device.type != "cpu" else None
+    known = {"calls": len(recorded.calls), **known}
+    return report_of(document, after=_data_order(recorded), host=issued, **known)
+
+
+def _data_order(recorded: Recorded) -> list[list[int]] | None:
+    """Of each task: those that it needs something of, whichever lane they are on."""
+    if recorded.plan.sequential:
+        return None
+    graph, tasks = recorded.graph, recorded.plan.tasks
+    makers: dict[int, list[int]] = {}
+    found = []
+    for i, task in enumerate(tasks):
+        ops = {graph.by_name[item.op].index for item in task.items}
+        parts = {m for item in task.items for m in item.micro_batches}
+        before = {a for op in ops for a in graph.ops[op].after}
+        found.append(
+            [
+                j
+                for a in before - ops
+                for j in makers.get(a, ())
+                if parts & {m for item in tasks[j].items for m in item.micro_batches}
+            ]
+        )
+        for op in ops:
+            makers.setdefault(op, []).append(i)
+    return found
+
+
+def _base(device: torch.device) -> tuple[Any, float]:
+    """An event on an idle device is over as soon as it is recorded: that is where both clocks meet."""
+    torch.cuda.synchronize(device)
+    with torch.cuda.device(device):
+        event = torch.cuda.Event(enable_timing=True)
+        before = time.perf_counter()
+        event.record()
+        event.synchronize()
+        return event, (before + time.perf_counter()) / 2
+
+
+_events: dict[torch.device, list[Any]] = {}
+"""Spare ones: to make one takes longer than to record it."""
+_spare = threading.Lock()
+
+
+def _taken(count: int, device: torch.device) -> list[Any]:
+    """Events for the marks of a call."""
+    with _spare:
+        events = _events.setdefault(device, [])
+        at = max(0, len(events) - count)
+        taken, events[at:] = events[at:], []
+    return taken + fresh_marks(count - len(taken), device)
+
+
+def _give(raw: _Raw) -> None:
+    """Takes a call's marks back, but not those of a graph, which records them again."""
+    device = raw.marks.device
+    if raw.marks.cuda and not raw.marks.own:
+        with _spare:
+            if len(_events[device]) < MOST_SPARE:
+                _events[device].extend(raw.moments)
+
+
+def _allocated(device: torch.device) -> int:
+    """What torch.cuda.memory_allocated says, without its detour over all other figures."""
+    found: Any = torch.cuda.memory.memory_stats_as_nested_dict(device)
+    for name in ("allocated_bytes", "all", "current"):
+        found = found.get(name, {})
+    return found or 0
+
+
+def _from_zero(document: Document) -> Document:
+    start = document.begin
+    return replace(
+        document,
+        tasks=tuple(replace(t, start=t.start - start, end=t.end - start) for t in document.tasks),
+        counters=tuple(replace(c, points=tuple((t - start, v) for t, v in c.points)) for c in document.counters),
+    )
+
+
+def _number(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
