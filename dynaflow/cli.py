@@ -53,6 +53,7 @@ def simulate(
     page: Annotated[Path | None, typer.Option(help="Write both timelines here, as a page.")] = None,
 ) -> None:
     """The model in sequence and under a strategy: milliseconds of a call, and what limits it."""
+    from dynaflow.models.build import Situation, build, inputs
     from dynaflow.tune import shapes
     from dynaflow.tune.cost import Costs
     from dynaflow.tune.simulate import simulate as run
@@ -64,9 +65,9 @@ def simulate(
     where = _device(device, max(tp, ep), link)
     scheduler = _scheduler(strategy, option or [])
     start = time.perf_counter()
-    built = shapes.build(model, tp=tp, ep=ep, layers=layers, attention=attention)  # type: ignore[arg-type]
-    situation = shapes.Situation(batch=batch, prompt=prompt, context=context)
-    graph, plan = shapes.capture(built, scheduler, shapes.inputs(built, situation))
+    built = build(model, tp=tp, ep=ep, layers=layers, attention=attention)  # type: ignore[arg-type]
+    situation = Situation(batch=batch, prompt=prompt, context=context)
+    graph, plan = shapes.capture(built, scheduler, inputs(built, situation))
     captured = time.perf_counter()
     costs = Costs(graph, where)
     before = run(shapes.in_sequence(plan), graph, costs, where, cudagraph=cudagraph)
@@ -166,9 +167,9 @@ def view(
 @app.command("list")
 def list_names() -> None:
     """The models, devices and strategies that have a name."""
+    from dynaflow.models.table import MODELS
     from dynaflow.strategies import CLASSES
     from dynaflow.tune.device import DEVICES
-    from dynaflow.tune.shapes import MODELS
 
     for what, names in (("models", MODELS), ("devices", DEVICES), ("strategies", CLASSES)):
         _out.print(f"[bold]{what}[/bold]: {', '.join(names)}")
