@@ -84,7 +84,7 @@ def _simulated(figure: Published) -> Figure:
         device = replace(device, link=replace(device.link, bandwidth=figure.link * 1e9))
     model = build(figure.model, tp=figure.tp, ep=figure.ep, layers=LAYERS)
     situation = Situation(batch=figure.batch, prompt=figure.prompt, context=figure.context)
-    graph, plan = shapes.capture(model, make(figure.strategy), inputs(model, situation))
+    graph, plan = shapes.capture(model, make(figure.strategy), inputs(model, situation), device)
     costs = Costs(graph, device)
     before = simulate(shapes.in_sequence(plan), graph, costs, device, cudagraph=True)
     after = simulate(plan, graph, costs, device, cudagraph=True)

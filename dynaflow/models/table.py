@@ -56,6 +56,8 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         m.name: m
         for m in (
             _decoder("llama-tiny", "Llama", "2 layers of 64", 64, 128, 2, 4, 2, **_TINY),
+            _decoder("llama-small", "Llama", "4 layers of 256", 256, 768, 4, 8, 8, **_TINY),
+            _decoder("llama-medium", "Llama", "8 layers of 2048", 2048, 6144, 8, 8, 8, **_TINY),
             _decoder("llama-2-7b", "Llama", "7 B", 4096, 11008, 32, 32, 32, vocab_size=32000, theta=10000.0),
             _decoder("llama-3-8b", "Llama", "8 B", 4096, 14336, 32, 32, 8, vocab_size=128256),
             _decoder("llama-3-70b", "Llama", "70 B", 8192, 28672, 80, 64, 8, vocab_size=128256),

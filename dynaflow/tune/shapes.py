@@ -11,13 +11,16 @@ from torch import nn
 from dynaflow.capture.ops import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.plan import MicroBatch, Plan
+from dynaflow.tune.device import Device, planned_for
 
 
-def capture(model: nn.Module, scheduler: OpSchedulerBase, given: Mapping[str, Any]) -> tuple[OpGraph, Plan]:
-    """The model's operators as the scheduler cuts them, and the plan that it makes for these inputs."""
+def capture(
+    model: nn.Module, scheduler: OpSchedulerBase, given: Mapping[str, Any], device: Device
+) -> tuple[OpGraph, Plan]:
+    """The model's operators as the scheduler cuts them, and the plan that it makes for these inputs on the device."""
     from dynaflow.api import compile as compile_model
 
-    with torch.no_grad():
+    with torch.no_grad(), planned_for(device):
         ready = compile_model(model, scheduler, operators="eager")._ready((), given)
     return ready.graph, ready.plan
 
