@@ -84,6 +84,8 @@ def run(
         _show(given.title, told)
     if problem is not None:
         advice = f"df.compile(model, {strategy!r}, verify=True) names the first operator that differs"
+        if any(t.dtype in (torch.bfloat16, torch.float16) for t in getattr(plain, "parameters", list)()):
+            advice += "; in --dtype float32 roundings are no reason"
         errors.print(f"{strategy} gives other results than the plain model: {problem}\n  what to do: {advice}",
                      style="red", markup=False, highlight=False, soft_wrap=True)  # fmt: skip
         raise typer.Exit(1)
