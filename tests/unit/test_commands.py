@@ -175,7 +175,7 @@ def test_plan_tells_why() -> None:
         assert task["rows"] == 3 and task["split"] == "yes"
     plan = df.Plan.from_json(Path("plan.json").read_text())
     assert len(plan.tasks) == len(told["tasks"]) and "lane1" in Path("plan.html").read_text()
-    assert called("view", "plan.json", "--no-open")["timelines"][0]["source"] == "planned"
+    assert called(*shlex.split(example("view"))[1:])["timelines"][0]["source"] == "planned"
 
 
 def test_plan_of_a_named_model_has_no_weights_and_is_for_a_device() -> None:
