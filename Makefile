@@ -18,7 +18,7 @@ install: .venv/installed
 	touch $@
 
 demo: install
-	.venv/bin/python examples/demo.py
+	.venv/bin/dynaflow demo
 
 test: .venv/installed-test check
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -q -n auto --maxprocesses 4 --dist worksteal

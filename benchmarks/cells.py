@@ -19,6 +19,7 @@ from benchmarks import copies
 from benchmarks.cut_cost import MODELS as VISION_AND_TEXT
 from benchmarks.llama import BF16_LIMIT, FP32_LIMIT, Case, Situation, build, case
 from benchmarks.settings import Settings
+from dynaflow.models.diffusion import TwoStreams
 
 LAYERS = 4
 """Of the Llama; of mixtures of experts."""
@@ -160,43 +161,6 @@ def _known(name: str, batch: int | None, settings: Settings) -> Case:
 
 
 # Two streams, as in a diffusion transformer
-
-
-class Stream(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-
-class TwoStreams(nn.Module):
-    """Text and image attend to each other and are otherwise on their own."""
-
-    def __init__(self, width: int, heads: int, blocks: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.text = nn.ModuleList(Stream(width) for _ in range(blocks))
-        self.image = nn.ModuleList(Stream(width) for _ in range(blocks))
-
-    def forward(self, text: Tensor, image: Tensor) -> Tensor:
-        for one, two in zip(self.text, self.image, strict=True):
-            pairs = []
-            for stream, x in ((one, text), (two, image)):
-                with df.mark("project", tag="branch"):
-                    normed = F.layer_norm(x, x.shape[-1:])
-                    split = (*x.shape[:2], self.heads, -1)
-                    pairs.append([f(normed).view(split).transpose(1, 2) for f in (stream.q, stream.k, stream.v)])
-            q, k, v = (torch.cat([a, b], dim=2) for a, b in zip(*pairs, strict=True))
-            mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-            made = []
-            for stream, x, y in zip(
-                (one, two), (text, image), mixed.split([text.size(1), image.size(1)], 1), strict=True
-            ):
-                with df.mark("rest", tag="branch"):
-                    x = x + stream.out(y)
-                    made.append(x + stream.down(F.gelu(stream.up(F.layer_norm(x, x.shape[-1:])), approximate="tanh")))
-            text, image = made
-        return image
 
 
 def _two_streams(images: int, settings: Settings) -> Case:

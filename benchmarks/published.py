@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from benchmarks.measure import Figure, Trial
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
+from dynaflow.models.build import Situation, build, inputs
 from dynaflow.strategies import make
 from dynaflow.tune import shapes
 from dynaflow.tune.cost import Costs
@@ -81,9 +82,9 @@ def _simulated(figure: Published) -> Figure:
     if figure.link:
         assert device.link is not None
         device = replace(device, link=replace(device.link, bandwidth=figure.link * 1e9))
-    model = shapes.build(figure.model, tp=figure.tp, ep=figure.ep, layers=LAYERS)
-    situation = shapes.Situation(batch=figure.batch, prompt=figure.prompt, context=figure.context)
-    graph, plan = shapes.capture(model, make(figure.strategy), shapes.inputs(model, situation))
+    model = build(figure.model, tp=figure.tp, ep=figure.ep, layers=LAYERS)
+    situation = Situation(batch=figure.batch, prompt=figure.prompt, context=figure.context)
+    graph, plan = shapes.capture(model, make(figure.strategy), inputs(model, situation), device)
     costs = Costs(graph, device)
     before = simulate(shapes.in_sequence(plan), graph, costs, device, cudagraph=True)
     after = simulate(plan, graph, costs, device, cudagraph=True)

@@ -141,6 +141,11 @@ class Recorded:
         return self.timed[(len(self.timed) - 1) // 2] if self.timed else None
 
     @property
+    def overlap(self) -> float:
+        """Of the call that took the median time."""
+        return self.median.overlap if self.median is not None else 0.0
+
+    @property
     def host(self) -> float:
         return statistics.median(call.host for call in self.calls)
 
@@ -153,6 +158,12 @@ class Recorded:
         if call.memory is not None:
             counters.append(Counter(name="allocated", points=((call.end, float(call.memory)),), unit="bytes"))
         return replace(made, counters=tuple(counters))
+
+    @property
+    def timeline(self) -> Document:
+        """The call that took the median time, from its start."""
+        assert self.median is not None, "no call's times are known"
+        return _from_zero(self.document(self.median))
 
     def draw(self, width: int = 110) -> str:
         """The median call in the terminal."""
@@ -297,8 +308,7 @@ class Recording:
     @property
     def documents(self) -> tuple[Document, ...]:
         """A timeline for each plan: of the call that took the median time, from its start."""
-        made = [plan.document(plan.median) for plan in self.plans if plan.median is not None]
-        return tuple(_from_zero(document) for document in made)
+        return tuple(plan.timeline for plan in self.plans if plan.timed)
 
     def trace(self, profile: str | Path | Mapping[str, Any] | Any = None) -> dict[str, Any]:
         """All calls as Chrome, Perfetto and torch's tools know them; see `save`."""
@@ -338,11 +348,9 @@ class Recording:
 
 def reported(recorded: Recorded, **known: Any) -> Report:
     """The report on a plan's median call."""
-    assert recorded.median is not None
-    document = _from_zero(recorded.document(recorded.median))
     issued = recorded.host if recorded.device.type != "cpu" else None
     known = {"calls": len(recorded.calls), **known}
-    return report_of(document, after=_data_order(recorded), host=issued, **known)
+    return report_of(recorded.timeline, after=_data_order(recorded), host=issued, **known)
 
 
 def _data_order(recorded: Recorded) -> list[list[int]] | None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynaflow.models.inception import BranchCNN
+
 VOCAB = 101
 HIDDEN = 32
 PROMPT = 12
@@ -212,44 +214,6 @@ def _picture(batch: int) -> dict[str, Any]:
 
 
 # --- models ----------------------------------------------------------------------------------------------
-
-
-class _ConvNorm(nn.Sequential):
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
-        super().__init__(
-            nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-        )
-
-
-class _InceptionBlock(nn.Module):
-    """Four branches of one input that do not depend on each other."""
-
-    def __init__(self, inputs: int, width: int) -> None:
-        super().__init__()
-        self.branch1x1 = _ConvNorm(inputs, width, 1)
-        self.branch3x3 = nn.Sequential(_ConvNorm(inputs, width, 1), _ConvNorm(width, width, 3))
-        self.branch5x5 = nn.Sequential(_ConvNorm(inputs, width, 1), _ConvNorm(width, width, 5))
-        self.branch_pool = nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), _ConvNorm(inputs, width, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        branches = (self.branch1x1(x), self.branch3x3(x), self.branch5x5(x), self.branch_pool(x))
-        return torch.cat(branches, dim=1)
-
-
-class BranchCNN(nn.Module):
-    def __init__(self, width: int = 8, classes: int = 10) -> None:
-        super().__init__()
-        self.stem = _ConvNorm(3, 2 * width, 3, stride=2)
-        self.block0 = _InceptionBlock(2 * width, width)
-        self.block1 = _InceptionBlock(4 * width, width)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(4 * width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.block1(self.block0(self.stem(x)))
-        return self.head(self.pool(x).flatten(1))
 
 
 def _build_cnn() -> nn.Module:

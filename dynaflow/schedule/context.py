@@ -16,6 +16,7 @@ from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.errors import ScheduleError, SplitError, user_line
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
 from dynaflow.schedule.split import split_requests, split_rows
+from dynaflow.tune.device import device_for
 
 if TYPE_CHECKING:
     from dynaflow.schedule.base import OpSchedulerBase
@@ -142,9 +143,7 @@ class ScheduleContext:
     @property
     def sms(self) -> int:
         """What lanes can share: the SMs of the device; on CPU, the threads that torch uses."""
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_properties(self.device).multi_processor_count
-        return torch.get_num_threads()
+        return device_for(self.device).sms
 
     def cost(self, item: OpItem | Op) -> float:
         """How long it takes alone on this device, in seconds, as the cost model has it."""
@@ -164,7 +163,6 @@ class ScheduleContext:
     @cached_property
     def _costs(self) -> Costs:
         from dynaflow.tune.cost import Costs  # costs are of operators, which the tuner knows all about
-        from dynaflow.tune.device import device_for
 
         return Costs(self._graph, device_for(self.device), sizes=self.sizes)
 

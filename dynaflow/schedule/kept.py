@@ -23,6 +23,7 @@ from dynaflow.schedule.context import FACT_NAMES, ScheduleContext
 from dynaflow.schedule.identity import graph_identity, identity, plan_key
 from dynaflow.schedule.plan import Plan
 from dynaflow.store import Store, enabled
+from dynaflow.tune.device import device_for
 
 Functions = Mapping[str, Callable[..., Any]]
 _store = Store("plans")
@@ -76,7 +77,8 @@ class KeptPlan:
         read = None if names is None else tuple((name, fact_value(self._facts, name)) for name in names)
         assert self._who is not None
         ctx = self._ctx
-        return plan_key(self._who, self._what, self._sizes, ctx.batch_size, read, str(ctx.device), ctx.sms)
+        device = f"{ctx.device} as {device_for(ctx.device).name}"
+        return plan_key(self._who, self._what, self._sizes, ctx.batch_size, read, device, ctx.sms)
 
 
 def _importable(name: str, function: Callable[..., Any]) -> bool:

@@ -6,8 +6,10 @@ Peaks are the vendor's; the fractions of them that kernels reach, and all times,
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -187,8 +189,23 @@ def device_named(name: str, ranks: int | None = None) -> Device:
     return base.with_ranks(ranks or int(found[2] or 1))
 
 
+_planned_for: ContextVar[Device | None] = ContextVar("planned_for", default=None)
+
+
+@contextlib.contextmanager
+def planned_for(device: Device) -> Iterator[None]:
+    """Meanwhile schedulers plan for this device, wherever the tensors are: costs and SMs are its."""
+    token = _planned_for.set(device)
+    try:
+        yield
+    finally:
+        _planned_for.reset(token)
+
+
 def device_for(device: torch.device) -> Device:
     """The model of a device at hand: by its name on CUDA, roughly measured by its threads on a CPU."""
+    if (other := _planned_for.get()) is not None:
+        return other
     if device.type != "cuda":
         return _cpu(torch.get_num_threads())
     properties = torch.cuda.get_device_properties(device)

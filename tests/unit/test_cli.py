@@ -42,7 +42,7 @@ def test_a_strategy_by_name() -> None:
     found = CliRunner().invoke(app, [*ONE_LAYER, "--strategy", "comm_overlap", "--batch", "8", "--prompt", "512"])
     assert found.exit_code == 0, found.output
     text = " ".join(found.output.split())
-    assert "only its first 1 layers, tp 8: 8 prompts of 512 tokens" in text
+    assert "only its first 1 layers, tp 8, input_ids 8x512, on b200" in text
     rows = [line.split("│")[1:-1] for line in found.output.splitlines() if line.startswith("│")]
     (sequence, strategy) = [[cell.strip() for cell in row] for row in rows]
     assert sequence[0] == "sequence" and sequence[2] == "1.000"
@@ -72,9 +72,9 @@ def test_the_names_that_there_are() -> None:
         (["--model", "lama-3"], "there are llama-3-8b"),
         (["--device", "h300"], "no device is named 'h300'"),
         (["--strategy", "nanoflows"], "nanoflow"),
-        (["--strategy", "nowhere:Class"], "nothing at 'nowhere:Class'"),
+        (["--strategy", "nowhere:Class"], "no scheduler 'nowhere:Class'"),
         (["--strategy", f"{__name__}:NoScheduler"], "is no scheduler"),
-        (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "can't be made"),
+        (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "its options are (parts: 'int' = 2)"),
         (["--option", "parts"], "say name=value"),
         (["--device", "b200x8", "--tp", "4"], "shared by 4"),
         (["--tp", "3"], "can't be divided among 3 GPUs"),

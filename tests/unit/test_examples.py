@@ -1,4 +1,4 @@
-"""The small examples run, and check themselves. `examples/demo.py` has `make demo`."""
+"""The examples run, and check themselves."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import dynaflow as df
 from dynaflow.errors import DynaFlowError, PlanError
 from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
 from dynaflow.tune.cost import RESOURCES, Costs, Phase, operator_key
-from dynaflow.tune.device import B200, DEVICES, H200, Device, device_for, device_named
+from dynaflow.tune.device import B200, DEVICES, H200, Device, device_for, device_named, planned_for
 from dynaflow.tune.shapes import in_sequence
 from dynaflow.tune.simulate import simulate
 from dynaflow.tune.simulation import Simulation
@@ -400,6 +400,26 @@ def test_a_captured_model_under_two_lanes() -> None:
 
 
 # Devices
+
+
+def test_a_scheduler_plans_for_a_device_that_is_not_at_hand() -> None:
+    asked: list[tuple[int, float]] = []
+
+    class Asks(df.OpSchedulerBase):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            asked.append((ctx.sms, ctx.cost(ctx.ops[0])))
+            ctx.sequential()
+
+    def plan() -> None:
+        df.compile(torch.nn.Linear(512, 512), Asks(), operators="eager").plan(torch.ones(512, 512))
+
+    with torch.no_grad():
+        plan()
+        with planned_for(H200):
+            plan()
+    (here, slow), (there, fast) = asked
+    assert here == torch.get_num_threads() and there == H200.sms and fast < slow / 10
+    assert device_for(torch.device("cpu")).name == "cpu", "and only there"
 
 
 def test_devices_by_name() -> None:

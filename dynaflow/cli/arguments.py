@@ -1,0 +1,178 @@
+"""What several commands are given: a model and its sizes, a strategy, a device."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dynaflow.errors import DynaFlowError, ScheduleError
+from dynaflow.models.build import Attention, Situation, build
+from dynaflow.models.build import inputs as inputs_of
+from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.strategies import make
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that `dynaflow list` shows; a folder with a config.json; or module:function, which returns the "
+        "model and its inputs: keyword arguments, or a list of them for `tune` (others take the first).",
+    ),
+]
+Strategy = Annotated[str, typer.Option(help="A strategy's name, or module:Class.")]
+Options = Annotated[list[str] | None, typer.Option("--option", help="Of the strategy: name=value.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Requests, or pictures.")]
+Prompt = Annotated[int | None, typer.Option(min=0, help="Tokens of each prompt; 0: one token is decoded.")]
+Context = Annotated[int | None, typer.Option(min=1, help="Tokens before the one that is decoded.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Only the first ones.")]
+Where = Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on cuda, float32 on cpu.")]
+Operators = Annotated[str, typer.Option(help="inductor or eager.")]
+CudaGraph = Annotated[str | None, typer.Option(help="plan or pieces, as in df.compile.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+USUAL = Situation(batch=8, prompt=64, context=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A model, ready to be called."""
+
+    name: str
+    model: Any
+    situations: list[dict[str, Any]]
+    """Keyword arguments."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return self.situations[0]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {described(self.inputs)}"
+
+
+def given(
+    name: str,
+    *,
+    device: torch.device,
+    batch: int | None = None,
+    prompt: int | None = None,
+    context: int | None = None,
+    layers: int | None = None,
+    usual: Situation = USUAL,
+    dtype: torch.dtype | None = None,
+    attention: Attention = "sdpa",
+    tp: int = 1,
+    ep: int = 1,
+) -> Given:
+    """The model of that name. What is None is as usual; a function of the user's has sizes of its own."""
+    if ":" in name:
+        if any(size is not None for size in (batch, prompt, context, layers, dtype)) or max(tp, ep) > 1:
+            raise DynaFlowError(
+                f"{name} makes its model and inputs itself: they have the sizes that it gives them",
+                advice="leave out --batch, --prompt, --context, --layers, --dtype, --tp and --ep",
+            )
+        return _own(name)
+    situation = Situation(
+        batch=usual.batch if batch is None else batch,
+        prompt=usual.prompt if prompt is None else prompt,
+        context=usual.context if context is None else context,
+    )
+    usual_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16  # products in bfloat16 are slow on a CPU
+    model = build(
+        name, tp=tp, ep=ep, layers=layers, device=device, dtype=dtype or usual_dtype, attention=attention
+    )
+    return Given(name=name, model=model, situations=[inputs_of(model, situation)])
+
+
+def _own(name: str) -> Given:
+    found = _found(name)()
+    try:
+        model, inputs = found
+        situations = inputs if isinstance(inputs, list) else [inputs]
+        if not situations or not all(isinstance(given, dict) for given in situations):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise DynaFlowError(
+            f"{name} returned {type(found).__name__}",
+            advice="return a model and its keyword arguments, (model, {'x': x}), or a list of those",
+        ) from None
+    return Given(name=name, model=model, situations=situations)
+
+
+def sizes(inputs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+
+
+def described(inputs: dict[str, Any]) -> str:
+    tensors = [f"{name} {'x'.join(map(str, shape))}" for name, shape in sizes(inputs).items() if name != "position_ids"]
+    layers = getattr(inputs.get("past_key_values"), "layers", None)
+    cached = [f"after {layers[0].keys.shape[2] - 1} tokens"] if layers else []
+    return ", ".join([*tensors, *cached])
+
+
+def device_named(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DynaFlowError(f"no device is named {name!r}", advice="say cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DynaFlowError("there is no CUDA device here", advice="say --device cpu; `dynaflow doctor` tells more")
+    return device
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    found = getattr(torch, name, None) if name is not None else None
+    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise DynaFlowError(f"no type of weights is named {name!r}", advice="say float32, bfloat16 or float16")
+    return found
+
+
+def scheduler_named(strategy: str, options: list[str] | None) -> OpSchedulerBase:
+    """A strategy by its name, or a class of the user's by where it is."""
+    named = dict(_option(text) for text in options or ())
+    with _here():
+        return make(strategy, **named)
+
+
+def _found(path: str) -> Any:
+    """What stands at module:name."""
+    module, _, name = path.partition(":")
+    try:
+        with _here():
+            return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise DynaFlowError(f"nothing at {path!r}: {e}", advice="say module:name, as in an import") from e
+
+
+@contextlib.contextmanager
+def _here() -> Iterator[None]:
+    """As `python -m` does: the user's own file is most likely in this folder."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ScheduleError(f"--option {text!r}", advice="say name=value, such as parts=3")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):  # a word
+        return name, value

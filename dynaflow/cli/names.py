@@ -1,0 +1,32 @@
+"""`dynaflow list`: what has a name."""
+
+from __future__ import annotations
+
+import typer
+from rich.table import Table
+
+from dynaflow.cli import arguments as of
+from dynaflow.cli.output import out, print_json
+from dynaflow.models.table import MODELS
+from dynaflow.strategies import CLASSES
+from dynaflow.tune.device import DEVICES
+
+EXAMPLE = "dynaflow list"
+
+
+def add(app: typer.Typer) -> None:
+    app.command("list", epilog=f"Example: {EXAMPLE}")(names)
+
+
+def names(as_json: of.Json = False) -> None:
+    """The models, devices and strategies that have a name."""
+    if as_json:
+        models = [{"name": m.name, "about": m.about, "class": m.kind, "own": m.own} for m in MODELS.values()]
+        print_json({"models": models, "devices": list(DEVICES), "strategies": list(CLASSES)})
+        return
+    table = Table("model", "", "class", box=None, pad_edge=False)
+    for m in MODELS.values():
+        table.add_row(m.name, m.about, m.kind.split(":")[1] if m.own else f"{m.kind} of transformers")
+    out.print(table)
+    out.print(f"\n[bold]devices[/bold] (each also as several, such as h100x4): {', '.join(DEVICES)}")
+    out.print(f"[bold]strategies[/bold]: {', '.join(CLASSES)}")

@@ -1,0 +1,164 @@
+"""`dynaflow plan`: what would run where, and why, without weights and without a device."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from dynaflow.capture.ops import Op, OpGraph
+from dynaflow.cli import arguments as of
+from dynaflow.cli.output import nothing_else, out, print_json, verbatim, write
+from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.plan import Plan
+from dynaflow.tune.device import device_named
+from dynaflow.tune.shapes import capture
+from dynaflow.view.document import Document
+from dynaflow.view.makers import of_plan
+from dynaflow.view.page import page as page_of
+from dynaflow.view.text import draw
+
+EXAMPLE = "dynaflow plan llama-3-8b --layers 1 --strategy nanoflow --batch 8 --prompt 512"
+
+
+def add(app: typer.Typer) -> None:
+    app.command(epilog=f"Example: {EXAMPLE}")(plan)
+
+
+def plan(
+    model: of.ModelName,
+    strategy: of.Strategy = "nanoflow",
+    option: of.Options = None,
+    batch: of.Batch = None,
+    prompt: of.Prompt = None,
+    context: of.Context = None,
+    layers: of.Layers = None,
+    device: Annotated[str, typer.Option(help="That it is planned for, such as h200: costs and SMs are its.")] = "h200",
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Write the plan here: for `dynaflow view`, or Plan.from_json.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the page here, with shapes and tags.")] = None,
+    as_json: of.Json = False,
+) -> None:
+    """The plan that a strategy makes for a model: drawn, and listed with the reasons for each task.
+
+    Nothing runs, and a model that has a name is built without weights. By default 8 prompts of 64 tokens.
+    """
+    lines: list[str] = []
+    with nothing_else(as_json), _asked():
+        scheduler = _noting(of.scheduler_named(strategy, option), lines)
+        given = of.given(
+            model, device=torch.device("meta"), batch=batch, prompt=prompt, context=context, layers=layers
+        )
+        graph, made = capture(given.model, scheduler, given.inputs, device_named(device))
+    document = of_plan(made, graph, title=f"{given.title}: {strategy}")
+    rows = _rows(document, graph, lines if len(lines) == len(made.tasks) else [])
+    if out_file is not None:
+        write(out_file, made.to_json(indent=1))
+    if page is not None:
+        write(page, page_of([document]))
+    if as_json:
+        head = {"model": given.name, "inputs": of.sizes(given.inputs), "strategy": strategy}
+        ops = [_op(op, graph) for op in graph.ops]
+        print_json({**head, "plan": json.loads(made.to_json()), "tasks": rows, "ops": ops})
+        return
+    _show(document.title, made, rows)
+    for what, where in (("plan", out_file), ("page", page)):
+        if where is not None:
+            out.print(f"{what} in {where}", style="dim", soft_wrap=True)
+
+
+@contextmanager
+def _asked() -> Iterator[None]:
+    """The scheduler itself is asked, not the plans on disk: those don't know its lines."""
+    before = os.environ.get("DYNAFLOW_CACHE")
+    os.environ["DYNAFLOW_CACHE"] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("DYNAFLOW_CACHE") if before is None else os.environ.update(DYNAFLOW_CACHE=before)
+
+
+def _noting(scheduler: OpSchedulerBase, lines: list[str]) -> OpSchedulerBase:
+    """The same, and of each task the line that executed it goes to `lines`."""
+    noted: Any = copy.copy(scheduler)
+
+    def schedule(ctx: ScheduleContext) -> Any:
+        execute = ctx.execute
+        lines.clear()
+
+        def noting(*args: Any, **kwargs: Any) -> None:
+            execute(*args, **kwargs)
+            caller = sys._getframe(1)
+            lines.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+
+        ctx.execute = noting  # type: ignore[method-assign]
+        return scheduler.schedule(ctx)
+
+    noted.schedule = schedule
+    if type(scheduler).choose is not OpSchedulerBase.choose:
+        noted.choose = lambda ctx: _noting(scheduler.choose(ctx), lines)
+    return noted
+
+
+def _rows(document: Document, graph: OpGraph, lines: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for i, task in enumerate(document.tasks):
+        ops = [graph.by_name[name] for name in task.op.split(" + ") if name in graph.by_name]
+        found.append(
+            {
+                "task": i, "op": task.op, "lane": task.lane, "micro_batches": task.micro_batches, "tags": task.tags,
+                "rows": None if all(op.shared for op in ops) else task.rows,
+                "split": "; ".join(dict.fromkeys(map(_splittable, ops))), "after": task.after,
+                "line": lines[i] if lines else None, "note": task.note,
+            }
+        )  # fmt: skip
+    return found
+
+
+def _splittable(op: Op) -> str:
+    return "no rows of the batch in it" if op.shared else op.refusal or "yes"
+
+
+def _op(op: Op, graph: OpGraph) -> dict[str, Any]:
+    return {
+        "name": op.name,
+        "tags": sorted(op.tags),
+        "splittable": op.splittable,
+        "why_not": None if op.splittable else _splittable(op),
+        "after": [graph.ops[a].name for a in op.after],
+        "groups": op.groups,
+        "line": op.line,
+    }
+
+
+def _show(title: str, made: Plan, rows: list[dict[str, Any]]) -> None:
+    out.print(f"[bold]{title}[/bold]", highlight=False)
+    sizes = ", ".join(str(m.size) for m in made.micro_batches)
+    out.print(f"batch of {made.batch_size} as \\[{sizes}], {len(rows)} tasks", highlight=False)
+    verbatim(draw(made, width=max(out.width, 60)))
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for column in ("", "operator", "lane", "part", "rows", "tags", "can be split", "after", "executed at"):
+        table.add_column(column, justify="right" if column in ("", "rows") else "left", overflow="fold")
+    for row in rows:
+        parts = "all" if len(row["micro_batches"]) == len(made.micro_batches) else _joined(row["micro_batches"])
+        line = Path(row["line"]).name if row["line"] else ""
+        table.add_row(
+            str(row["task"]), row["op"], row["lane"], parts, str(row["rows"] or ""), _joined(row["tags"]), row["split"],
+            _joined(row["after"]), line,
+        )  # fmt: skip
+    out.print(table, highlight=False, markup=False)
+
+
+def _joined(values: Any) -> str:
+    return ", ".join(map(str, values))

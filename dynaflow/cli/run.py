@@ -1,0 +1,142 @@
+"""`dynaflow run`: a model under a strategy on the device at hand: is it right, and what does it gain?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+import dynaflow as df
+from dynaflow import _torch
+from dynaflow.cli import arguments as of
+from dynaflow.cli.measured import device_name, device_of, longest, recorded, restorer
+from dynaflow.cli.output import errors, nothing_else, out, print_json
+from dynaflow.tune.measure import side_by_side, timings
+from dynaflow.verify import difference
+
+EXAMPLE = "dynaflow run llama-tiny --strategy nanoflow --operators eager --seconds 1"
+
+
+def add(app: typer.Typer) -> None:
+    app.command(epilog=f"Example: {EXAMPLE}")(run)
+
+
+def run(
+    model: of.ModelName,
+    strategy: of.Strategy = "nanoflow",
+    option: of.Options = None,
+    batch: of.Batch = None,
+    prompt: of.Prompt = None,
+    context: of.Context = None,
+    layers: of.Layers = None,
+    device: of.Where = None,
+    dtype: of.Dtype = None,
+    cudagraph: of.CudaGraph = None,
+    operators: of.Operators = "inductor",
+    seconds: Annotated[float, typer.Option(min=0, help="That are measured, in rounds of all three.")] = 3.0,
+    as_json: of.Json = False,
+) -> None:
+    """A model plainly, in sequence and under a strategy on this machine: are the results equal, how fast is each?
+
+    Weights are random. By default 8 prompts of 64 tokens. Exit code 1 if the results differ.
+    """
+    scheduler = of.scheduler_named(strategy, option)
+    with nothing_else(as_json), torch.no_grad():
+        given = of.given(
+            model, device=of.device_named(device), dtype=of.dtype_named(dtype), batch=batch, prompt=prompt,
+            context=context, layers=layers,
+        )  # fmt: skip
+        plain, inputs = given.model, given.inputs
+        restore, where = restorer(inputs), device_of(plain, inputs)
+        graphs: Any = {"cudagraph": cudagraph, "operators": operators}
+        sequence, fast = df.compile(plain, "sequential", **graphs), df.compile(plain, scheduler, **graphs)
+        problem = _difference(plain, fast, inputs, restore)
+        made = fast.plan(**inputs)
+        if problem is None:
+            runs = [lambda m=m: m(**inputs) for m in (sequence, plain, fast)]
+            found = side_by_side(runs, restore, seconds=seconds, cuda=where.type == "cuda", rounds=None)
+            host = _host(runs[2], restore) if where.type == "cuda" else None
+            overlap = longest(recorded(fast, inputs, 5)).overlap
+    told: dict[str, Any] = {
+        "model": given.name, "inputs": of.sizes(inputs), "device": device_name(where), "strategy": strategy,
+        "agrees": problem is None, "difference": problem, "stays_in_sequence": made.sequential,
+        "micro_batches": [m.size for m in made.micro_batches], "tasks": len(made.tasks),
+        "lanes": [str(lane) for lane in made.lanes],
+    }  # fmt: skip
+    if problem is None:
+        first, other, ours = timings(found)
+        told |= {
+            "ms": {"sequence": first.seconds * 1e3, "plain": other.seconds * 1e3, "strategy": ours.seconds * 1e3},
+            "speed_up": 1 / ours.ratio, "speed_up_range": [1 / ours.high, 1 / ours.low],
+            "speed_up_over_plain": other.seconds / ours.seconds, "rounds": ours.rounds,
+            "overlap": overlap, "host_ms": host,
+            "bytes_copied": fast.stats.joined_bytes, "plans": fast.stats.plans, "stats": asdict(fast.stats),
+        }  # fmt: skip
+    if as_json:
+        print_json(told)
+    elif problem is None:
+        _show(given.title, told)
+    if problem is not None:
+        advice = f"df.compile(model, {strategy!r}, verify=True) names the first operator that differs"
+        if any(t.dtype in (torch.bfloat16, torch.float16) for t in getattr(plain, "parameters", list)()):
+            advice += "; in --dtype float32 roundings are no reason"
+        errors.print(f"{strategy} gives other results than the plain model: {problem}\n  what to do: {advice}",
+                     style="red", markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+        raise typer.Exit(1)
+
+
+def _difference(plain: Any, fast: Any, inputs: dict[str, Any], restore: Callable[[], None]) -> str | None:
+    """How the results differ, if they do."""
+    expected = [t.clone() if isinstance(t, torch.Tensor) else t for t in _torch.tree_leaves(plain(**inputs))]
+    restore()
+    found = _torch.tree_leaves(fast(**inputs))
+    restore()
+    if len(expected) != len(found):
+        return f"{len(found)} results instead of {len(expected)}"
+    pairs = enumerate(zip(expected, found, strict=True))
+    return next((f"result {i} is {gap}" for i, (e, f) in pairs if (gap := difference(e, f)) is not None), None)
+
+
+def _host(call: Callable[[], Any], restore: Callable[[], None], rounds: int = 20) -> float:
+    """Milliseconds until a call has returned, while the device is still at work."""
+    found = []
+    for _ in range(rounds):
+        restore()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        found.append((time.perf_counter() - start) * 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def _show(title: str, told: dict[str, Any]) -> None:
+    out.print(f"[bold]{title}, on {told['device']}[/bold]", highlight=False)
+    table = Table()
+    table.add_column("")
+    for column in ("ms", "against sequence"):
+        table.add_column(column, justify="right")
+    ms = told["ms"]
+    low, high = told["speed_up_range"]
+    table.add_row("plain model", f"{ms['plain']:.3f}", f"{ms['sequence'] / ms['plain']:.2f}x")
+    table.add_row("in sequence", f"{ms['sequence']:.3f}", "1.00x")
+    table.add_row(told["strategy"], f"{ms['strategy']:.3f}", f"{told['speed_up']:.2f}x ({low:.2f}-{high:.2f})")
+    out.print(table)
+    sizes = ", ".join(map(str, told["micro_batches"]))
+    where = ", ".join(told["lanes"])
+    how = "in sequence" if told["stays_in_sequence"] else f"as [{sizes}], {told['tasks']} tasks on lanes {where}"
+    host = "the host is the device" if told["host_ms"] is None else f"{told['host_ms']:.3f} ms"
+    for what, said in (
+        ("results", "agree with the plain model's"),
+        ("plan", f"batch of {sum(told['micro_batches'])} {how}; plans made: {told['plans']}"),
+        ("overlap", f"{told['overlap']:.2f} lanes busy on average"),
+        ("copied", f"{told['bytes_copied']} bytes to join micro-batches"),
+        ("host time", host),
+    ):
+        out.print(f"{what:10} {said}", markup=False, highlight=False, soft_wrap=True)

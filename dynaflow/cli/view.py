@@ -1,0 +1,42 @@
+"""`dynaflow view`: timelines as one page."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaflow.cli import arguments as of
+from dynaflow.cli.output import out as console
+from dynaflow.cli.output import print_json, write
+from dynaflow.view.files import read
+from dynaflow.view.page import page
+
+EXAMPLE = "dynaflow view plan.json --no-open"
+
+
+def add(app: typer.Typer) -> None:
+    app.command(epilog=f"Example: {EXAMPLE}")(view)
+
+
+def view(
+    files: Annotated[list[Path], typer.Argument(help="Plans, timelines, and traces in Chrome's format.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write the page; else beside the first file.")] = None,
+    title: Annotated[str, typer.Option(help="Of the page.")] = "",
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = True,
+    as_json: of.Json = False,
+) -> None:
+    """Timelines one above the other, as one page: planned, simulated, measured, or two to be compared."""
+    documents = [read(file) for file in files]
+    where = out or files[0].with_name(files[0].name.removesuffix(".gz").removesuffix(".json") + ".html")
+    write(where, page(documents, title=title))
+    if as_json:
+        told = [{"title": d.title, "source": d.source, "tasks": len(d.tasks), "unit": d.unit, "length": d.length}
+                for d in documents]  # fmt: skip
+        print_json({"page": where, "timelines": told})
+    else:
+        console.print(f"page in {where}", soft_wrap=True)
+    if show:
+        webbrowser.open(where.resolve().as_uri())

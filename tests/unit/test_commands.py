@@ -1,0 +1,311 @@
+"""The commands: what they print, with which exit code, and that their options change only on purpose."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import shlex
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import dynaflow as df
+from dynaflow.cli import app, doctor, main
+
+GOLDEN = Path(__file__).parent / "golden" / "commands.txt"
+HERE = __name__
+COMMANDS: dict[str, Any] = {c.name or c.callback.__name__: c.callback for c in app.registered_commands if c.callback}
+NAMES = sorted(COMMANDS)
+EAGER = ["--operators", "eager"]
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache and a folder of its own for each test."""
+    monkeypatch.setenv("DYNAFLOW_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("DYNAFLOW_CACHE", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def called(*arguments: str, code: int = 0) -> Any:
+    """What a command prints as JSON."""
+    found = CliRunner().invoke(app, [*arguments, "--json"])
+    assert found.exit_code == code, (found.output, found.exception)
+    return json.loads(found.stdout)  # one object, and nothing else
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that is used in the wrong way says on stderr."""
+    monkeypatch.setattr(sys, "argv", ["dynaflow", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and not said.out, said
+    return " ".join(said.err.split())
+
+
+# The options
+
+
+def frozen() -> str:
+    """Commands, options, types and defaults, as the functions say: typer's own objects change with its versions."""
+    lines = []
+    for name, function in COMMANDS.items():
+        lines.append(name)
+        hints = typing.get_type_hints(function, include_extras=True)
+        for given, parameter in inspect.signature(function).parameters.items():
+            if hints[given] is not typer.Context:
+                lines.append(f"  {described(given, hints[given], parameter.default)}")
+    return "\n".join(lines) + "\n"
+
+
+def described(given: str, hint: Any, default: Any) -> str:
+    kind, told = typing.get_args(hint)
+    names = [name for name in (told.default, *(told.param_decls or ())) if isinstance(name, str)]
+    usual = f"--{given.replace('_', '-')}" if isinstance(told, typer.models.OptionInfo) else given.upper()
+    words = [names[0] if names else usual, kind.__name__ if isinstance(kind, type) else str(kind)]
+    words += [f">= {told.min}"] if told.min is not None else []
+    words += ["required"] if default is inspect.Parameter.empty else [f"= {default!r}"]
+    return " ".join([*words, *(["hidden"] if told.hidden else [])]).replace("pathlib.", "")
+
+
+def test_options_change_only_on_purpose() -> None:
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(frozen())
+    assert frozen() == GOLDEN.read_text(), (
+        "commands or options are not what they were. If that is what you want, tell docs/guide.md, and run "
+        "UPDATE_GOLDEN=1 python -m pytest tests/unit/test_commands.py -k purpose"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_ends_with_an_example(name: str) -> None:
+    found = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
+    assert found.exit_code == 0
+    assert found.output.strip().splitlines()[-1].strip() == f"Example: {example(name)}"
+    assert example(name).startswith(f"dynaflow {name}")
+    assert "--json" in found.output
+
+
+def example(name: str) -> str:
+    return importlib.import_module(f"dynaflow.cli.{ {'list': 'names'}.get(name, name) }").EXAMPLE
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("demo", "view")])  # compiles; needs a plan
+def test_examples_work(name: str) -> None:
+    found = CliRunner().invoke(app, shlex.split(example(name))[1:])
+    assert found.exit_code == 0, (found.output, found.exception)
+    assert found.output
+
+
+def test_demo() -> None:
+    rows = called("demo", *EAGER)["rows"]
+    assert [row["name"] for row in rows] == ["plain model", "Sequential", "TwoBatches", "ThreeWays"]
+    assert all(row["agrees"] and row["ms"] > 0 for row in rows)
+
+
+# Models, by their three names
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu())
+
+
+class Beside(df.OpSchedulerBase):
+    """The halves of the batch on two lanes."""
+
+    def partition(self) -> list[Any]:
+        return [df.SplitModule("a", tag="first")]
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        ctx.split(2)
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, lane=f"lane{op.micro_batch}")  # here
+
+
+class Wrong(df.OpSchedulerBase):
+    """Computes something else."""
+
+    def partition(self) -> list[Any]:
+        return [df.SplitModule("a"), df.SplitModule("b")]
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, replace_func=twice if op.name == "b" else None)
+
+
+def twice(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return 2 * nn.functional.linear(x, weight, bias)
+
+
+def own() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Two(), {"x": torch.randn(6, 4)}
+
+
+def no_model() -> int:
+    return 3
+
+
+def test_plan_tells_why() -> None:
+    told = called("plan", f"{HERE}:own", "--strategy", f"{HERE}:Beside", "--out", "plan.json", "--page", "plan.html")
+    assert [m["stop"] for m in told["plan"]["micro_batches"]] == [3, 6]
+    assert {task["lane"] for task in told["tasks"]} == {"lane0", "lane1"}
+    assert {op["name"]: op["tags"] for op in told["ops"]}["a"] == ["first"]
+    source = Path(__file__).read_text().splitlines()
+    for task in told["tasks"]:
+        file, _, line = task["line"].rpartition(":")
+        assert file == __file__ and source[int(line) - 1].endswith("# here")
+        assert task["rows"] == 3 and task["split"] == "yes"
+    plan = df.Plan.from_json(Path("plan.json").read_text())
+    assert len(plan.tasks) == len(told["tasks"]) and "lane1" in Path("plan.html").read_text()
+    assert called(*shlex.split(example("view"))[1:])["timelines"][0]["source"] == "planned"
+
+
+def test_plan_of_a_named_model_has_no_weights_and_is_for_a_device() -> None:
+    told = called("plan", "inception-tiny", "--strategy", "branches", "--device", "h200", "--batch", "2")
+    assert len({task["lane"] for task in told["tasks"]}) > 1, "small kernels leave most of an H200 idle"
+    assert {task["line"].rpartition("/")[2].split(":")[0] for task in told["tasks"]} == {"branches.py"}
+    assert told["inputs"] == {"x": [2, 3, 20, 20]}
+
+
+def test_plan_says_why_not() -> None:
+    found = CliRunner().invoke(app, ["plan", "llama-tiny", "--layers", "1", "--batch", "4"], env={"COLUMNS": "200"})
+    assert found.exit_code == 0, found.output
+    assert "[4]" not in found.output and "as [2, 2]" in found.output
+    assert "depend on the position in the batch" in " ".join(found.output.split())
+
+
+def test_plan_of_a_folder() -> None:
+    from dynaflow.models.build import build
+
+    config = build("gpt2-tiny").config
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained("folder")
+    assert called("plan", "folder", "--layers", "1", "--prompt", "4")["inputs"] == {"input_ids": [8, 4]}
+
+
+def test_simulate_another_kind_of_model() -> None:
+    told = called("simulate", "inception-tiny", "--strategy", "branches", "--batch", "8", "--device", "h200")
+    assert told["speed_up"] > 1.1 and told["fits"] and told["scheduled"]["limited_by"] == "chain"
+
+
+# Runs
+
+
+def test_run_agrees() -> None:
+    told = called("run", f"{HERE}:own", "--strategy", f"{HERE}:Beside", "--seconds", "0.1", "--device", "cpu", *EAGER)
+    assert told["agrees"] and told["micro_batches"] == [3, 3] and told["plans"] == 1
+    assert told["lanes"] == ["lane0", "lane1"] and told["overlap"] > 0 and told["host_ms"] is None
+    assert told["bytes_copied"] == told["stats"]["joined_bytes"]
+    assert told["speed_up"] == pytest.approx(told["ms"]["sequence"] / told["ms"]["strategy"], rel=0.5)
+
+
+def test_run_a_decode_step_of_a_named_model() -> None:
+    told = called("run", "llama-tiny", "--layers", "1", "--prompt", "0", "--context", "6", "--seconds", "0.1", *EAGER)
+    assert told["agrees"] and not told["stays_in_sequence"] and told["inputs"]["input_ids"] == [8, 1]
+
+
+def test_run_tells_that_results_differ() -> None:
+    command = ["run", f"{HERE}:own", "--strategy", f"{HERE}:Wrong", *EAGER]
+    told = called(*command, code=1)
+    assert not told["agrees"] and "off by up to" in told["difference"] and "ms" not in told
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 1 and not found.stdout and "verify=True" in found.stderr
+
+
+def test_trace_can_be_viewed() -> None:
+    told = called("trace", f"{HERE}:own", "--strategy", f"{HERE}:Beside", "--page", "trace.html", *EAGER)
+    assert told["tasks"] == 4 and told["ms"] > 0
+    assert '"title":"in sequence"' in Path("trace.html").read_text()
+    (seen,) = called("view", "trace.json", "--no-open")["timelines"]
+    assert seen["tasks"] == 4 and seen["source"] == "measured"
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"lane0", "lane1"}
+
+
+def test_trace_of_a_sequence() -> None:
+    told = called("trace", f"{HERE}:own", "--strategy", "sequential", "--calls", "1", *EAGER)
+    assert told["tasks"] == 1 and told["overlap"] == pytest.approx(1)
+
+
+def test_tune_as_json() -> None:
+    told = called("tune", f"{HERE}:own", "--seconds", "1", *EAGER)
+    assert told["situations"][0]["chosen"] in told["paste"] and told["situations"][0]["inputs"] == {"x": [6, 4]}
+
+
+# The machine
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {check["name"]: check for check in called("doctor")["checks"]}
+    assert told["torch"]["ok"] and told["torch"]["found"] == torch.__version__ and told["cache"]["ok"]
+    monkeypatch.setattr(doctor, "NEWEST", (2, 10))
+    monkeypatch.setenv("DYNAFLOW_CACHE", "0")
+    told = {check["name"]: check for check in called("doctor", code=1)["checks"]}
+    assert not told["torch"]["ok"] and "install torch 2.11" in told["torch"]["advice"]
+    assert not told["cache"]["ok"] and not told["cache"]["essential"]
+
+
+def test_doctor_on_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    told = {check["name"]: check for check in called("doctor", code=1)["checks"]}
+    assert 'operators="eager"' in told["C++ compiler"]["advice"]
+
+
+def test_bench_without_the_repository(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(df, "__file__", "/somewhere/dynaflow/__init__.py")
+    assert "clone the repository" in fails(monkeypatch, capsys, "bench")
+
+
+def test_list_as_json() -> None:
+    told = called("list")
+    assert {"name": "llama-3-70b", "about": "70 B", "class": "LlamaForCausalLM", "own": False} in told["models"]
+    assert "b200x8" in told["devices"] and "nanoflow" in told["strategies"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["plan", "lama-tiny"], "there are llama-tiny"),
+        (["plan", "nowhere:nothing"], "nothing at 'nowhere:nothing'"),
+        (["plan", f"{HERE}:no_model"], "return a model and its keyword arguments"),
+        (["plan", f"{HERE}:own", "--batch", "3"], "leave out --batch"),
+        (["plan", "llama-tiny", "--strategy", "nanoflow", "--option", "part=3"], "its options are"),
+        (["plan", "inception-tiny", "--layers", "1"], "leave out --layers"),
+        (["run", "bert-tiny", "--prompt", "0"], "--prompt 64"),
+        (["run", "llama-tiny", "--device", "gpu"], "say cpu or cuda"),
+        (["run", "llama-tiny", "--dtype", "int8"], "float32"),
+        (["run", f"{HERE}:own", "--operators", "fast"], 'say "inductor" or "eager"'),
+        (["run", f"{HERE}:own", "--cudagraph", "all"], 'say "plan", "pieces" or None'),
+        (["trace", f"{HERE}:own", "--operators", "eager", "--out", "nowhere/trace.json"], "name another place"),
+        (["view", "nothing.json"], "name a file that is there"),
+    ],
+)  # fmt: skip
+def test_wrong_use_is_told_and_what_to_do(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = fails(monkeypatch, capsys, *arguments)
+    assert told in text and "what to do:" in text
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "dynaflow[demo]" in fails(monkeypatch, capsys, "plan", "llama-tiny")
+    assert called("plan", "flux-tiny", "--strategy", "branches")["tasks"], "which needs nothing but torch"
