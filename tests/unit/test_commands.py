@@ -232,12 +232,12 @@ def test_run_tells_that_results_differ() -> None:
 
 def test_trace_can_be_viewed() -> None:
     told = called("trace", f"{HERE}:own", "--strategy", f"{HERE}:Beside", "--page", "trace.html", *EAGER)
-    assert told["tasks"] == 4 and told["ms"] > 0
+    assert told["tasks"] == 2 and told["ms"] > 0  # on each lane two that are one call
     assert '"title":"in sequence"' in Path("trace.html").read_text()
     (seen,) = called("view", "trace.json", "--no-open")["timelines"]
-    assert seen["tasks"] == 4 and seen["source"] == "measured"
+    assert seen["tasks"] == 2 * 5 and seen["source"] == "measured"
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"lane0", "lane1"}
+    assert {"lane0", "lane1"} < {e["args"]["name"] for e in events if e["name"] == "thread_name"}
 
 
 def test_trace_of_a_sequence() -> None:
