@@ -9,13 +9,14 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 
 import dynaflow as df
 import dynaflow.cli
 from dynaflow.integrations import transformers
 from tests.docs import preludes
-from tests.docs.pages import PAGES, Block, blocks, commands, name_of
+from tests.docs.pages import PAGES, ROOT, Block, blocks, commands, name_of
 
 NOT_RUN = {
     "docs/integrations.md": ["needs vLLM", "needs vLLM"],
@@ -39,11 +40,12 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     module = types.ModuleType("page_" + "".join(c if c.isalnum() else "_" for c in name_of(page)))
     monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks a function's globals up by its module
     section = None
-    for block in blocks(page):
-        if block.kind == "python" and not block.not_run:
-            if block.section != section:
-                vars(module).update(preludes.of(name_of(page), section := block.section))
-            _run(block, page, module)
+    with torch.enable_grad():  # a page may turn it off: for itself alone
+        for block in blocks(page):
+            if block.kind == "python" and not block.not_run:
+                if block.section != section:
+                    vars(module).update(preludes.of(name_of(page), section := block.section))
+                _run(block, page, module)
 
 
 def _run(block: Block, page: Path, module: types.ModuleType) -> None:
@@ -83,3 +85,12 @@ def test_command_is_understood(words: list[str]) -> None:
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) > 10
+
+
+def test_limits_name_the_rows_that_miss_theirs() -> None:
+    """As the generated page has them."""
+    limits = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    for line in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 7 and cells[7] == "no":
+            assert f"{cells[1]}, {cells[2]} | {cells[4]} | {cells[6]} |" in limits, line
