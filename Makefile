@@ -46,7 +46,7 @@ browser:
 	fi
 
 check: .venv/installed-test
-	.venv/bin/ruff check dynaflow tests benchmarks examples
+	.venv/bin/ruff check dynaflow tests benchmarks examples docs
 	.venv/bin/mypy
 
 # mkdocs reads our docstrings without importing them; broken links and anchors are errors.

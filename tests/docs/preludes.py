@@ -96,6 +96,7 @@ PRELUDES: dict[tuple[str, str], Callable[[], Names]] = {
     ("docs/strategies.md", "*"): _small,
     ("docs/strategies.md", "Collectives"): _collectives,
     ("docs/strategies.md", "The simulator"): _seeing,
+    ("docs/strategies/*.md", "*"): _small,
     ("docs/integrations.md", "*"): _generation,
 }
 """By page (a glob) and section."""

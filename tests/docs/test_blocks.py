@@ -16,7 +16,7 @@ import dynaflow as df
 import dynaflow.cli
 from dynaflow.integrations import transformers
 from tests.docs import preludes
-from tests.docs.pages import PAGES, ROOT, Block, blocks, commands, name_of
+from tests.docs.pages import PAGES, Block, blocks, commands, name_of
 
 NOT_RUN = {
     "docs/integrations.md": ["needs vLLM", "needs vLLM"],
@@ -85,12 +85,3 @@ def test_command_is_understood(words: list[str]) -> None:
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) > 10
-
-
-def test_limits_name_the_rows_that_miss_theirs() -> None:
-    """As the generated page has them."""
-    limits = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
-    for line in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) > 7 and cells[7] == "no":
-            assert f"{cells[1]}, {cells[2]} | {cells[4]} | {cells[6]} |" in limits, line
