@@ -97,6 +97,7 @@ PRELUDES: dict[tuple[str, str], Callable[[], Names]] = {
     ("docs/strategies.md", "Collectives"): _collectives,
     ("docs/strategies.md", "The simulator"): _seeing,
     ("docs/strategies/*.md", "*"): _small,
-    ("docs/integrations.md", "*"): _generation,
+    ("docs/systems/transformers.md", "*"): _generation,
+    ("docs/systems/vllm.md", "*"): _small,
 }
 """By page (a glob) and section."""

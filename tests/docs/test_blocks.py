@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
+from typer.testing import CliRunner
 
 import dynaflow as df
 import dynaflow.cli
@@ -19,8 +20,8 @@ from tests.docs import preludes
 from tests.docs.pages import PAGES, Block, blocks, commands, name_of
 
 NOT_RUN = {
-    "docs/integrations.md": ["needs vLLM", "needs vLLM"],
     "docs/strategies.md": ["needs a GPU"],
+    "docs/systems/vllm.md": ["needs vLLM", "needs vLLM"],
 }
 """By page, the reasons for which blocks are not run. A block more or less has to be said here, too."""
 
@@ -46,6 +47,10 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 if block.section != section:
                     vars(module).update(preludes.of(name_of(page), section := block.section))
                 _run(block, page, module)
+            for words in commands(block):
+                if words[0] == "view" and all(Path(word).exists() for word in words[1:]):  # the page has made them
+                    found = CliRunner().invoke(dynaflow.cli.app, [*words, "--no-open"])
+                    assert found.exit_code == 0 and list(Path().glob("*.html")), found.output
 
 
 def _run(block: Block, page: Path, module: types.ModuleType) -> None:
