@@ -30,7 +30,7 @@ def of(page: str, section: str) -> Names:
 
 
 def _small() -> Names:
-    model = build("llama-tiny", device="cpu", dtype=torch.float32, attention="sdpa")
+    model = build("llama-tiny", layers=1, device="cpu", dtype=torch.float32, attention="sdpa")
     return {
         "df": df, "torch": torch, "F": F, "Path": Path,
         "model": model, "inputs": inputs_of(model, Situation(batch=8, prompt=16)), "scheduler": NanoFlow(),
