@@ -3,7 +3,7 @@ PIP = .venv/bin/pip --disable-pip-version-check -q
 PIP_VLLM = .venv-vllm/bin/pip --disable-pip-version-check -q
 N ?= 20000
 
-.PHONY: install demo test test-vllm browser check fuzz bench clean
+.PHONY: install demo test test-vllm browser check docs fuzz bench clean
 
 install: .venv/installed
 
@@ -46,8 +46,16 @@ browser:
 	fi
 
 check: .venv/installed-test
-	.venv/bin/ruff check dynaflow tests benchmarks examples
+	.venv/bin/ruff check dynaflow tests benchmarks examples docs
 	.venv/bin/mypy
+
+# mkdocs reads our docstrings without importing them; broken links and anchors are errors.
+.venv/installed-docs: .venv/installed
+	$(PIP) install -c constraints.txt -e ".[docs]"
+	touch $@
+
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict -q
 
 fuzz: .venv/installed-test
 	.venv/bin/python -m tests.fuzz --cases $(N)
