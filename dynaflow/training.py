@@ -9,6 +9,7 @@ of them share is gradients: backward passes wait for each other, in order.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class TrainStep:
                 f"TrainStep(micro_batches={micro_batches!r}, in_flight={in_flight}, reduction={reduction!r})",
                 advice='at least one micro-batch, one of them in flight, and a reduction that is "mean" or "sum"',
             )
-        self.models = [compile(model, scheduler, batch_dims=batch_dims, **options) for _ in range(in_flight)]
+        self.models = [compile(_to_loss(model), scheduler, batch_dims=batch_dims, **options) for _ in range(in_flight)]
         """One for each stream; on CPU all micro-batches go through the first."""
         self._micro_batches, self._batch_dims = micro_batches, batch_dims
         self._mean, self._weight, self._shifted = reduction == "mean", weight, _shifts_labels(model)
@@ -86,7 +87,7 @@ class TrainStep:
                     done = _backward(*flying.popleft(), done)
                 which = i % len(streams)
                 with torch.cuda.stream(streams[which]):
-                    flying.append((_loss_of(self.models[which](**part)), weight, streams[which]))
+                    flying.append((_checked(self.models[which](**part)), weight, streams[which]))
                     losses.append(flying[-1][0].detach() * weight)
             while flying:
                 done = _backward(*flying.popleft(), done)
@@ -158,8 +159,21 @@ def _backward(loss: Tensor, weight: float, stream: Any, last: Any) -> torch.cuda
         return None if stream is None else stream.record_event()
 
 
-def _loss_of(result: Any) -> Tensor:
-    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+def _to_loss(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The model, with nothing but its loss for a result: autograd would make gradients, all zeros, of the others."""
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        result = model(*args, **kwargs)
+        return result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+
+    loss.__name__ = getattr(model, "__name__", type(model).__name__)
+    with contextlib.suppress(TypeError, ValueError):  # builtins have none
+        own = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+        loss.__signature__ = own  # type: ignore[attr-defined]
+    return loss
+
+
+def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim():
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise SplitError(

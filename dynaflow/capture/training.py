@@ -8,7 +8,9 @@ backward graph know the modules whose forward they belong to, so operators have 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.graph import BatchDims, CapturedGraph, copied
-from dynaflow.capture.rules import ORIGIN
+from dynaflow.capture.rules import ORIGIN, module_stack
 from dynaflow.capture.updating import Updating, base
 from dynaflow.updates import Updates
 
@@ -79,25 +81,23 @@ class Passes:
         return self._updating.call(run) if backward and self._updating is not None else run
 
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
-        """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes.
-
-        What is made first goes first: it is used last, and has the most time to go and to come back.
-        """
+        """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
         (output,) = gm.graph.find_nodes(op="output")
         results, saved = list(output.args[0]), range(len(output.args[0]))[_torch.saved_results()]
         returned = {results[i] for i in range(len(results)) if i not in saved}
-        order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        left = math.inf if self._most is None else self._most
-        for i in sorted(saved, key=lambda i: order.get(results[i], -1)):
-            node = results[i]
-            if not isinstance(node, fx.Node) or node in returned or base(node).op != "call_function":
-                continue  # a number, a result as well, or a view of a weight
-            if max(at_least, 1) <= (size := _bytes(node.meta["val"])) <= left:
-                left -= size
-                with gm.graph.inserting_after(node):
-                    results[i] = gm.graph.call_function(torch.ops.dynaflow.store.default, (node,))
-                results[i].meta = {**node.meta, "example_value": _on_host(node.meta["val"])}
-                self._stored[node.name] = node
+        sizes = {
+            results[i]: size
+            for i in saved
+            if isinstance(results[i], fx.Node) and results[i] not in returned  # a number, or a result as well
+            if base(results[i]).op == "call_function"  # not a view of a weight
+            if (size := _bytes(results[i].meta["val"])) >= max(at_least, 1)
+        }
+        for node in _chosen(gm, sizes, math.inf if self._most is None else self._most):
+            with gm.graph.inserting_after(node):
+                stored = gm.graph.call_function(torch.ops.dynaflow.store.default, (node,))
+            stored.meta = {**node.meta, "example_value": _on_host(node.meta["val"])}
+            results = [stored if i in saved and result is node else result for i, result in enumerate(results)]
+            self._stored[node.name] = node
         output.args = (tuple(results),)
         gm.recompile()
 
@@ -126,6 +126,30 @@ class Passes:
             meta[ORIGIN] = (call, self._calls[call])
         if node.op == "placeholder" and "grapharg" in self._inputs.get(node.name, ()):
             meta["grapharg"] = self._inputs[node.name]["grapharg"]
+
+
+def _chosen(gm: fx.GraphModule, sizes: Mapping[fx.Node, int], most: float) -> list[fx.Node]:
+    """Which of them go, `most` bytes together: copies should be spread over the passes, beside all that they compute.
+
+    What is alike in all layers goes as a whole, the largest first; of what is left, the first made, which is used last.
+    """
+    alike: dict[Any, list[fx.Node]] = {}
+    counts: Counter[Any] = Counter()
+    for node in (n for n in gm.graph.nodes if n in sizes):
+        path = module_stack(node)[-1][0] if module_stack(node) else ""
+        kind = (node.target, sizes[node])
+        counts[path, kind] += 1
+        alike.setdefault((re.sub(r"\d+", "*", path), kind, counts[path, kind]), []).append(node)
+    found: list[fx.Node] = []
+    for nodes in sorted(alike.values(), key=lambda nodes: -sum(sizes[n] for n in nodes)):
+        if (total := sum(sizes[n] for n in nodes)) <= most:
+            most -= total
+            found += nodes
+    for node in (n for n in gm.graph.nodes if n in sizes and n not in found):
+        if sizes[node] <= most:
+            most -= sizes[node]
+            found.append(node)
+    return found
 
 
 def _bytes(value: Any) -> int:

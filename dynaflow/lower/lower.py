@@ -161,6 +161,8 @@ class Lowerer:
         self.threads = LanePool()
         self.streams = StreamPool()
         self.blocks = BlockPool()
+        self._lent = BlockPool(keeps=False)
+        """For training: what a pass does not use is there for what the passes save."""
         self.graphs = GraphPool(stats)
 
     def lower(self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]) -> Lowered:
@@ -183,7 +185,7 @@ class Lowerer:
         program, plan = self._program(job, elastic=elastic)
         marks = make_marks(plan, job.graph, job.sizes, program) if job.marked else None
         code = self._generate(program, job.device, marks)
-        run = self._runnable(plan, program, code, job.device, self.blocks)
+        run = self._runnable(plan, program, code, job.device, self._blocks_for(job))
         return self._lowered(job, program, code, run, marks), program
 
     def _program(self, job: _Job, **more: Any) -> tuple[Program, Plan]:
@@ -235,6 +237,9 @@ class Lowerer:
     def _generate(self, program: Program, device: torch.device, marks: Marks | None = None) -> Code:
         return generate(program, cuda=device.type == "cuda", hook=self.on_task is not None, marks=marks)
 
+    def _blocks_for(self, job: _Job) -> BlockPool:
+        return self.blocks if job.graph.graph.phase == "inference" else self._lent
+
     def _runnable(self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool) -> Boxed:
         """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
         run, hook = code.run, self._hook(plan)
@@ -273,7 +278,7 @@ class Lowerer:
         every = replace(graph, outputs=inner, ending=None)
         program = make_program(plan, every, job.sizes, self.operators, job.functions, chains=False)
         code = self._generate(program, job.device)
-        results = self._runnable(plan, program, code, job.device, self.blocks)(args)
+        results = self._runnable(plan, program, code, job.device, self._blocks_for(job))(args)
         forget(code.filename)
         return dict(zip(inner, results, strict=True))
 

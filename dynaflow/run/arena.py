@@ -42,9 +42,10 @@ class Block:
 
 
 class BlockPool:
-    """The blocks of one compiled model that no run has taken."""
+    """The blocks of one compiled model that no run has taken. `keeps`: for the next run; else they go after each."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._blocks: dict[torch.device, list[Block]] = {}
         self._lock = threading.Lock()
 
@@ -71,6 +72,8 @@ class BlockPool:
                 block.memory.record_stream(torch.cuda.current_stream(device))
 
     def give(self, device: torch.device, block: Block) -> None:
+        if not self._keeps:  # it was made on the caller's stream, which all lanes have joined by now
+            return
         if device.type == "cuda":
             block.turns.leave(device)
         with self._lock:

@@ -326,7 +326,9 @@ class ScheduleContext:
                 line=left[0].line,
                 advice="execute what get_ready_ops() returns until it returns nothing, or return ctx.sequential()",
             )
-        lanes = tuple(self._declared.get(name, Lane(name=name)) for name in self._last_on)
+        # The first lane is the caller's own stream, where what it gave can be let go as soon as it is used.
+        names = sorted(self._last_on, key=lambda name: name != DEFAULT_LANE)
+        lanes = tuple(self._declared.get(name, Lane(name=name)) for name in names)
         return Plan(
             graph=self._graph.fingerprint, micro_batches=self.micro_batches, lanes=lanes, tasks=tuple(self._tasks)
         )

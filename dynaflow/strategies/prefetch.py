@@ -23,14 +23,14 @@ class Prefetch(df.OpSchedulerBase):
     """Fetches on a lane of their own, `ahead` operators before the one that uses them; the rest as `inner` says.
 
     Memory is that of `ahead` + 1 operators' weights: each fetch waits until an earlier operator is done with its own.
-    What is stored goes on another lane, and operators wait until no more than `ahead` results are on their way.
+    What is stored goes on another lane, and operators wait until no more than `behind` results are on their way.
     `inner` sees the graph without fetches; its own `key` is not asked. None: all in order, on one lane.
     """
 
-    def __init__(self, inner: df.OpSchedulerBase | None = None, ahead: int = 1) -> None:
-        if ahead < 0:
-            raise df.ScheduleError(f"Prefetch(ahead={ahead}): fetched after its use", advice="pass 0 or more")
-        self.inner, self.ahead = inner or df.Sequential(), ahead
+    def __init__(self, inner: df.OpSchedulerBase | None = None, ahead: int = 1, behind: int = 4) -> None:
+        if min(ahead, behind) < 0:
+            raise df.ScheduleError(f"Prefetch(ahead={ahead}, behind={behind}): less than none", advice="pass 0 or more")
+        self.inner, self.ahead, self.behind = inner or df.Sequential(), ahead, behind
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return [
@@ -42,12 +42,12 @@ class Prefetch(df.OpSchedulerBase):
     def schedule(self, ctx: df.ScheduleContext) -> Any:
         if not any(op.tags & {FETCH, STORE} for op in ctx.ops):
             return self.inner.schedule(ctx)
-        rest: Any = _WithoutFetches(ctx, self.ahead)
+        rest: Any = _WithoutFetches(ctx, self.ahead, self.behind)
         return self.inner.schedule(rest)
 
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
         chosen = self.inner.choose(ctx)
-        return self if chosen is self.inner else Prefetch(chosen, self.ahead)
+        return self if chosen is self.inner else Prefetch(chosen, self.ahead, self.behind)
 
     def bucket(self, batch_size: int) -> int:
         return self.inner.bucket(batch_size)
@@ -64,8 +64,8 @@ class _Load:
 class _WithoutFetches:
     """The context as the inner scheduler sees it: fetches and stores are not there, and are issued in their turn."""
 
-    def __init__(self, ctx: df.ScheduleContext, ahead: int) -> None:
-        self._ctx, self._ahead = ctx, ahead
+    def __init__(self, ctx: df.ScheduleContext, ahead: int, behind: int) -> None:
+        self._ctx, self._ahead, self._behind = ctx, ahead, behind
         self.ops = tuple(op for op in ctx.ops if not op.tags & {FETCH, STORE})
         self._unstored = [op for op in ctx.ops if STORE in op.tags]
         self._stored: list[df.OpItem] = []  # on their way, and nobody waits for them yet
@@ -97,10 +97,10 @@ class _WithoutFetches:
         items = list(ops) if isinstance(ops, Sequence) else [ops]
         for load in [load for load in self._todo if any(item.op in load.users for item in items)]:
             self._fetch(load)  # out of turn: it is used now
-        if len(self._stored) > self._ahead:  # stores run one after the other: the last of these is enough
-            done = self._stored[-1 - self._ahead]
+        if len(self._stored) > self._behind:  # stores run one after the other: the last of these is enough
+            done = self._stored[-1 - self._behind]
             kwargs["after"] = [*kwargs.get("after", ()), done]
-            del self._stored[: -self._ahead or None]
+            del self._stored[: -self._behind or None]
         self._ctx.execute(ops, *args, **kwargs)
         for item in items:
             self._begun.add(item.op.index)

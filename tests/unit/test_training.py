@@ -331,19 +331,21 @@ def test_small_results_stay_and_so_do_all_without_the_option() -> None:
         assert not tasks_of(scheduler.plans["backward"], "fetch")
 
 
-def test_no_more_goes_to_the_host_than_said_and_the_first_goes_first() -> None:
+def test_no_more_goes_to_the_host_than_said_and_it_is_spread_over_the_layers() -> None:
     torch.manual_seed(0)
     model, x = Stack(blocks=3), torch.randn(6, 8)
     expected = gradients(model, model, {"x": x})
     stored = {}
-    for most in (None, 2 * x.nbytes, x.nbytes - 1):
+    for most in (None, 3 * x.nbytes, 2 * x.nbytes, x.nbytes - 1):
         scheduler = Noting(Each(STACK_RULES, split=None))
         fast = df.compile(model, scheduler, operators="eager", offload_saved=x.nbytes, offload_most=most)
         assert_same(gradients(model, fast, {"x": x}), expected, 1e-5)
         stored[most] = [task.items[0].op for _, task in tasks_of(scheduler.plans["forward"], "store")]
         assert len(tasks_of(scheduler.plans["backward"], "fetch")) == len(stored[most])
-    whole, two, none = stored.values()
+    whole, three, two, none = stored.values()
     assert len(whole) > 4 and not none
+    assert [op.split(".")[:2] for op in three] == [["layers", str(i)] for i in range(3)], "one of each layer"
+    assert len({op.split(".", 2)[2] for op in three}) == 1, "and the same of each"
     assert len(two) == 2 and all(op.startswith("layers.0.") for op in two), "the last are needed soonest"
     with pytest.raises(df.DynaFlowError, match="offload_most= without"):
         df.compile(model, offload_most=1)
