@@ -313,3 +313,19 @@ def _check_version() -> None:
             f"transformers {transformers.__version__} is too old",
             advice=f'pip install "transformers>={OLDEST[0]}.{OLDEST[1]}"',
         )
+
+
+def _tell_accelerate() -> None:
+    """Lets `TrainingArguments(torch_compile_backend="dynaflow")` through: accelerate knows backends by an enumeration,
+    and asks `_missing_` of it, Python's own hook, for names that are not there."""
+    try:
+        from accelerate.utils import DynamoBackend
+    except ImportError:
+        return
+    ours = str.__new__(DynamoBackend, "DYNAFLOW")
+    ours._name_ = ours._value_ = "DYNAFLOW"
+    others = DynamoBackend._missing_
+    DynamoBackend._missing_ = lambda value: ours if value == ours._value_ else others(value)
+
+
+_tell_accelerate()
