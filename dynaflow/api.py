@@ -75,8 +75,8 @@ def compile(
     on_task: called as on_task(task, "start" | "stop") around each task, on its lane, for instrumentation.
     offload_saved: in training, what the forward pass saves for the backward pass goes to host memory, if it has that
         many bytes; the scheduler "prefetch" has the copy engines do it beside the computation.
-    offload_most: of that, so many bytes at most, what is made first: copies that take longer than the computation that
-        they run beside hold it up.
+    offload_most: of that, so many bytes at most, spread over the layers: copies that take longer than the computation
+        that they run beside hold it up.
     optimizer: its steps (SGD, Adam, AdamW) are made during the backward pass, a layer at a time; the scheduler
         "optimizer_beside" has them run beside the backward of the layers below. Each backward pass is a step, with the
         settings of the moment; the gradients are gone after it, and optimizer.step() does what remains.
