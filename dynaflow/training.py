@@ -61,6 +61,11 @@ class TrainStep:
                 f"TrainStep(micro_batches={micro_batches!r}, in_flight={in_flight}, reduction={reduction!r})",
                 advice='at least one micro-batch, one of them in flight, and a reduction that is "mean" or "sum"',
             )
+        if options.get("optimizer") is not None:
+            raise SplitError(
+                "TrainStep(optimizer=...) would make a step for each micro-batch",
+                advice="call optimizer.step() when the step is done; compile(..., optimizer=...) takes whole batches",
+            )
         self.models = [compile(_to_loss(model), scheduler, batch_dims=batch_dims, **options) for _ in range(in_flight)]
         """One for each stream; on CPU all micro-batches go through the first."""
         self._micro_batches, self._batch_dims = micro_batches, batch_dims

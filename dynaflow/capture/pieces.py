@@ -185,7 +185,15 @@ class Build:
         return self._tensors_behind(node)[0] if node in self.early else node
 
     def _is_fresh(self, base: fx.Node) -> bool:
-        return base in self.home and not self.facts[base].copied
+        """Whether its memory is new. What should be a copy may be left out, and is then what it copies: that is new if
+        the same operator makes it, and hands out nothing else of it."""
+        group = self.home.get(base)
+        while group is not None and self.facts[base].copied:
+            behind = [b for n in base.all_input_nodes for b in self._tensors_behind(n)]
+            if len(behind) != 1 or self.home.get(behind[0]) != group or self._storages(behind[0]) & self.crossing:
+                return False
+            (base,) = behind
+        return group is not None
 
     def maker(self, node: fx.Node) -> int | None:
         """The group that hands out this node's result."""

@@ -50,9 +50,9 @@ def plan_of(schedule: Callable[[df.ScheduleContext], None]) -> df.Plan:
 def test_declared_lanes_are_in_the_plan() -> None:
     plan = plan_of(lanes_of(unused={"sms": 4}, side={"priority": -1}, memory={"sms": 48}))
     memory, main, side = Lane(name="memory", sms=48), Lane(name="main"), Lane(name="side", priority=-1)
-    assert plan.lanes == (memory, main, side), "in the order of first use, and only those that are used"
+    assert plan.lanes == (main, memory, side), "main, then in the order of first use, and only those that are used"
     assert plan.partitioned
-    assert "on lanes memory (48 SMs), main, side (priority -1)" in str(plan)
+    assert "on lanes main, memory (48 SMs), side (priority -1)" in str(plan)
     assert str(replace(memory, priority=-2)) == "memory (48 SMs, priority -2)"
 
 
@@ -70,7 +70,7 @@ def test_same_declaration_twice() -> None:
         run_rest(ctx)
         ctx.lane("main")
 
-    assert [lane.sms for lane in plan_of(schedule).lanes] == [2, None]
+    assert [lane.sms for lane in plan_of(schedule).lanes] == [None, 2]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,8 @@ def test_shares_are_positive() -> None:
     with torch.no_grad():
         plan = fast.plan(X)
     with pytest.raises(df.PlanError, match="lane 'memory' has a share of 0 SMs"):
-        check(replace(plan, lanes=(Lane(name="memory", sms=0), *plan.lanes[1:])), graph_of(fast), 6)
+        lanes = [replace(lane, sms=0) if lane.name == "memory" else lane for lane in plan.lanes]
+        check(replace(plan, lanes=tuple(lanes)), graph_of(fast), 6)
 
 
 # On CPU: numbers of threads
@@ -243,7 +244,7 @@ def test_partitioned_lanes_all_join_the_caller() -> None:
     code = cuda_code(lanes_of(memory={"sms": 48}))
     assert "caller, s0, s1, s2, = streams" in code
     first = next(i for i, line in enumerate(code) if line.startswith("# 0:"))
-    assert code[first + 1] == "set_stream(s0)", "the caller's stream is current at first"
+    assert code[first + 1] == "set_stream(s1)", "the caller's stream is current at first"
     end = code.index("set_stream(caller)")
     joins = [line for i in range(3) for line in (f"j_s{i}.record(s{i})", f"caller.wait_event(j_s{i})")]
     assert code[end + 1 : end + 7] == joins
@@ -422,3 +423,17 @@ def test_ctypes_stand_in() -> None:
     assert [p.sms for p in parts] == [24, 48, 60]
     held = [library.kept[p.context.value] for p in parts]
     assert sorted(sm for sms in held for sm in sms) == list(range(132))  # type: ignore[attr-defined]
+
+
+def test_what_the_caller_gave_goes_where_it_is_used() -> None:
+    """The lane `main` is the caller's stream, though another one is used first: there arguments can go at once."""
+
+    def schedule(ctx: df.ScheduleContext) -> None:
+        ctx.execute(ctx.get_ready_ops()[0], lane="side")
+        run_rest(ctx)
+
+    plan = plan_of(schedule)
+    assert [lane.name for lane in plan.lanes] == ["main", "side"] and plan.tasks[0].lane == "side"
+    code = cuda_code(schedule)
+    first = next(i for i, line in enumerate(code) if line.startswith("# 0:"))
+    assert "set_stream(s1)" in code[first : first + 3]

@@ -307,7 +307,7 @@ def test_saved_activations_go_to_the_host_and_come_back(split: int | None, opera
     torch.manual_seed(0)
     model, x = Stack(blocks=3), torch.randn(6, 8)
     expected = gradients(model, model, {"x": x})
-    scheduler = Noting(Each(STACK_RULES, split=split))
+    scheduler = Noting(Each(STACK_RULES, split=split), behind=1)
     fast = df.compile(model, scheduler, operators=operators, offload_saved=1, verify=True)  # type: ignore[arg-type]
     for _ in range(2):
         assert_same(gradients(model, fast, {"x": x}), expected, 1e-5)

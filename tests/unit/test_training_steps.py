@@ -148,6 +148,12 @@ def test_an_encoder_and_decoder_with_labels() -> None:
     compare(model, lambda: model(**inputs).loss, lambda: step(**inputs))
 
 
+def test_an_optimizer_makes_no_steps_of_its_own() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(df.SplitError, match="a step for each micro-batch"):
+        df.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_steps_of_an_optimizer_follow_the_plain_model() -> None:
     """A model that shifts its labels, and makes its loss in float32."""
     model, inputs = labelled("llama")
