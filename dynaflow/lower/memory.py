@@ -59,6 +59,8 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
             for v in unit.reads:
                 wanted.setdefault(v, []).append(unit.parts)
     shared = _shared_storages(graph)
+    # In training an arena would be there from the start of a pass, when the most is saved: what is made late waits.
+    kept = graph.graph.phase == "inference"
     found: dict[int, list[Buffer]] = {}
     for v, made_by in makers.items():
         value = graph.values[v]
@@ -71,7 +73,7 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
         result = v in graph.outputs
         if joined and value.carries_batch:
             found[v] = [Buffer(name=f"b{v}", value=v, parts=everything, own=result or v in lent)]
-        elif not joined and not result and v not in lent and value.end == "pointwise":
+        elif kept and not joined and not result and v not in lent and value.end == "pointwise":
             found[v] = [
                 Buffer(name=f"b{v}" + "".join(f"_{m}" for m in p if p != everything), value=v, parts=p, own=False)
                 for p in pieces
