@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +147,35 @@ def test_an_encoder_and_decoder_with_labels() -> None:
     model, inputs = labelled("t5")
     step = step_of(model, micro_batches=3)
     compare(model, lambda: model(**inputs).loss, lambda: step(**inputs))
+
+
+@pytest.mark.parametrize("kind", [dict, types.SimpleNamespace])
+def test_other_results_have_no_gradients(kind: Callable[..., Any]) -> None:
+    """The backward pass would get one of zeros for each: of the size of all logits."""
+    model, x, y = stack_and_batch(4)
+
+    def alone(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x), y)
+
+    def both(x: Tensor, y: Tensor) -> Any:
+        logits = model(x)
+        return kind(logits=logits, loss=cross_entropy(logits, y))
+
+    class Given(df.Sequential):
+        """How many inputs each pass has."""
+
+        def schedule(self, ctx: df.ScheduleContext) -> Any:
+            self.count = {**getattr(self, "count", {}), ctx.phase: len(ctx._graph.graph.inputs)}
+            return super().schedule(ctx)
+
+    schedulers = [Given() for _ in range(3)]
+    for loss, scheduler in zip((alone, both), schedulers, strict=False):
+        compare(model, lambda: alone(x, y), lambda: step_of(loss, scheduler, micro_batches=1)(x, y))  # noqa: B023
+    fast = df.compile(both, schedulers[2], operators="eager")
+    result = fast(x, y)
+    (result["loss"] if kind is dict else result.loss).backward()
+    first, second, plain = (scheduler.count["backward"] for scheduler in schedulers)
+    assert first == second == plain - 1
 
 
 def test_an_optimizer_makes_no_steps_of_its_own() -> None:
