@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0, "hidden_act": "silu",
         "torch_dtype": "bfloat16", "tie_word_embeddings": False,
     },
-    "Qwen3-MoE, 12 layers": {
+    "Qwen3-MoE of 12 layers": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
         "intermediate_size": 6144, "num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 4,
         "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
