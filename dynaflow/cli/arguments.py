@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dynaflow.errors import DynaFlowError, ScheduleError
+from dynaflow.errors import DynaFlowError, ScheduleError, nearest, raised_at
 from dynaflow.models.build import Attention, Situation, build
 from dynaflow.models.build import inputs as inputs_of
 from dynaflow.schedule.base import OpSchedulerBase
@@ -24,7 +25,7 @@ ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A name that `dynaflow list` shows; a folder with a config.json; or module:function, which returns the "
+        help="A name that `dynaflow list` shows; a folder with a config.json; or module:function, which returns a "
         "model and its inputs: keyword arguments, or a list of them for `tune` (others take the first).",
     ),
 ]
@@ -96,18 +97,42 @@ def given(
 
 
 def _own(name: str) -> Given:
-    found = _found(name)()
+    function = _found(name)
     try:
-        model, inputs = found
-        situations = inputs if isinstance(inputs, list) else [inputs]
-        if not situations or not all(isinstance(given, dict) for given in situations):
-            raise TypeError
-    except (TypeError, ValueError):
+        found = function()
+    except Exception as e:
         raise DynaFlowError(
-            f"{name} returned {type(found).__name__}",
-            advice="return a model and its keyword arguments, (model, {'x': x}), or a list of those",
-        ) from None
+            f"{name} failed: {type(e).__name__}: {e}", line=raised_at(e),
+            advice="it is called without arguments, and returns a model and its keyword arguments",
+        ) from e  # fmt: skip
+    advice = "return a model and its keyword arguments, (model, {'x': x}), or a list of those"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise DynaFlowError(f"{name} returned {type(found).__name__}", advice=advice)
+    model, inputs = found
+    situations = inputs if isinstance(inputs, list) else [inputs]
+    if not situations or not all(isinstance(given, dict) for given in situations):
+        kinds = ", ".join(dict.fromkeys(type(given).__name__ for given in situations)) or "an empty list"
+        raise DynaFlowError(f"{name} returned a model and {kinds}", advice=advice)
+    for given in situations:
+        _bind(name, model, given)
     return Given(name=name, model=model, situations=situations)
+
+
+def _bind(name: str, model: Any, inputs: dict[str, Any]) -> None:
+    """Raises if the model can't be called with them."""
+    function = model.forward if isinstance(model, torch.nn.Module) else model
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins have none; and what can't be called says so when it is
+        return
+    try:
+        signature.bind(**inputs)
+    except TypeError as e:
+        kind = type(model).__name__ if isinstance(model, torch.nn.Module) else "the model"
+        raise DynaFlowError(
+            f"{name} gave {', '.join(inputs) or 'nothing'}, but {kind} takes {', '.join(signature.parameters)}: {e}",
+            advice="give it what its forward takes, by name",
+        ) from None
 
 
 def sizes(inputs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -148,19 +173,27 @@ def scheduler_named(strategy: str, options: list[str] | None) -> OpSchedulerBase
 
 
 def _found(path: str) -> Any:
-    """What stands at module:name."""
-    module, _, name = path.partition(":")
+    """What stands at module:name, or at file.py:name."""
+    where, _, name = path.rpartition(":")
     try:
-        with _here():
-            return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise DynaFlowError(f"nothing at {path!r}: {e}", advice="say module:name, as in an import") from e
+        with _here(where):
+            module = importlib.import_module(os.path.basename(where).removesuffix(".py"))
+    except (ImportError, ValueError) as e:
+        raise DynaFlowError(
+            f"nothing at {path!r}: {e}",
+            advice=f"say module:name, as in an import, or file.py:name; {os.getcwd()} is searched as well",
+        ) from e
+    if not callable(found := getattr(module, name, None)):
+        own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        close = ", ".join(nearest(name, own)) or "nothing"
+        raise DynaFlowError(f"nothing to call at {path!r}", advice=f"what {where} has by the nearest names: {close}")
+    return found
 
 
 @contextlib.contextmanager
-def _here() -> Iterator[None]:
-    """As `python -m` does: the user's own file is most likely in this folder."""
-    here = os.getcwd()
+def _here(file: str = "") -> Iterator[None]:
+    """As `python -m` does: the user's own file is most likely in this folder; or in the one that is named."""
+    here = os.path.abspath(os.path.dirname(file)) if file.endswith(".py") else os.getcwd()
     sys.path.insert(0, here)
     try:
         yield

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from dynaflow import store
@@ -59,7 +60,8 @@ def doctor(as_json: of.Json = False) -> None:
             table.add_column(column, overflow="fold", min_width=12 if column == "for" else None)
         for check in checks:
             state = "[green]ok[/green]" if check.ok else "[red]missing[/red]" if check.essential else "missing"
-            table.add_row(state, check.name, check.found, check.serves, "" if check.ok else check.advice)
+            said = (check.found, check.serves, "" if check.ok else check.advice)
+            table.add_row(state, check.name, *map(escape, said))
         out.print(table, highlight=False)
         out.print("ready" if ready else "not ready: see what is missing above", style="bold")
     if not ready:

@@ -36,4 +36,5 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise DynaFlowError(f"{path} can't be written: {e.strerror}", advice="name another place") from e
+        advice = "name another place" if path.parent.is_dir() else f"make the folder {path.parent} first"
+        raise DynaFlowError(f"{path} can't be written: {e.strerror}", advice=advice) from e

@@ -73,6 +73,8 @@ def plan(
         print_json({**head, "plan": json.loads(made.to_json()), "tasks": rows, "ops": ops})
         return
     _show(document.title, made, rows)
+    if made.sequential:
+        verbatim(_why(strategy, graph, given.model))
     for what, where in (("plan", out_file), ("page", page)):
         if where is not None:
             out.print(f"{what} in {where}", style="dim", soft_wrap=True)
@@ -158,6 +160,18 @@ def _show(title: str, made: Plan, rows: list[dict[str, Any]]) -> None:
             _joined(row["after"]), line,
         )  # fmt: skip
     out.print(table, highlight=False, markup=False)
+
+
+def _why(strategy: str, graph: OpGraph, model: Any) -> str:
+    """The reasons for a plan without tasks."""
+    if len(graph.ops) > 1:
+        return f"{strategy} stays in sequence here: it finds nothing worth running side by side for this batch"
+    own = _joined(name for name, _ in getattr(model, "named_children", tuple)())
+    return (
+        f"{strategy} finds no operators that it knows, by names such as *.mlp or q_proj"
+        f"{f'; this model has {own}' if own else ''}.\n"
+        "Its options may take cuts of yours, and a scheduler of your own has its own: docs/first-scheduler.md"
+    )
 
 
 def _joined(values: Any) -> str:

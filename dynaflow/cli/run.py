@@ -86,6 +86,9 @@ def run(
         advice = f"df.compile(model, {strategy!r}, verify=True) names the first operator that differs"
         if any(t.dtype in (torch.bfloat16, torch.float16) for t in getattr(plain, "parameters", list)()):
             advice += "; in --dtype float32 roundings are no reason"
+        modules = plain.modules() if isinstance(plain, torch.nn.Module) else ()
+        if any(m.training and "Dropout" in type(m).__name__ for m in modules):
+            advice = "the model is in training mode, and drops others at each call: return model.eval()"
         errors.print(f"{strategy} gives other results than the plain model: {problem}\n  what to do: {advice}",
                      style="red", markup=False, highlight=False, soft_wrap=True)  # fmt: skip
         raise typer.Exit(1)
@@ -126,7 +129,8 @@ def _show(title: str, told: dict[str, Any]) -> None:
     low, high = told["speed_up_range"]
     table.add_row("plain model", f"{ms['plain']:.3f}", f"{ms['sequence'] / ms['plain']:.2f}x")
     table.add_row("in sequence", f"{ms['sequence']:.3f}", "1.00x")
-    table.add_row(told["strategy"], f"{ms['strategy']:.3f}", f"{told['speed_up']:.2f}x ({low:.2f}-{high:.2f})")
+    gain = "the same" if told["stays_in_sequence"] else f"{told['speed_up']:.2f}x ({low:.2f}-{high:.2f})"
+    table.add_row(told["strategy"], f"{ms['strategy']:.3f}", gain)
     out.print(table)
     sizes = ", ".join(map(str, told["micro_batches"]))
     where = ", ".join(told["lanes"])

@@ -66,7 +66,8 @@ def trace(
         return
     out.print(f"{given.title}: {tasks} tasks in {ms:.3f} ms, {overlap:.2f} lanes busy on average", highlight=False,
               soft_wrap=True)  # fmt: skip
-    out.print(f"timeline in {out_file}: open it at https://ui.perfetto.dev", style="dim", soft_wrap=True)
+    out.print(f"timeline in {out_file}: for `dynaflow view {out_file}`, or https://ui.perfetto.dev", style="dim",
+              soft_wrap=True)  # fmt: skip
     if page is not None:
         out.print(f"page in {page}", style="dim", soft_wrap=True)
 

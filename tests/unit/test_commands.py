@@ -109,8 +109,8 @@ def test_examples_work(name: str) -> None:
 
 def test_demo() -> None:
     rows = called("demo", *EAGER)["rows"]
-    assert [row["name"] for row in rows] == ["plain model", "Sequential", "TwoBatches", "ThreeWays"]
-    assert all(row["agrees"] and row["ms"] > 0 for row in rows)
+    assert [row["name"] for row in rows] == ["Sequential", "TwoBatches", "ThreeWays"]
+    assert all(row["agrees"] and row["ms"] > 0 and row["plain_ms"] > 0 for row in rows)
 
 
 # Models, by their three names
@@ -161,6 +161,41 @@ def own() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def no_model() -> int:
     return 3
+
+
+def a_tensor() -> tuple[nn.Module, Tensor]:
+    return Two(), torch.ones(6, 4)
+
+
+def too_little() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Linear(4, 4), {}
+
+
+def broken() -> float:
+    return 1 / 0
+
+
+def dropping() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), {"input": torch.ones(6, 64)}
+
+
+def test_a_file_is_as_good_as_a_module(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    lines = ["import torch", "def mine():", "    return torch.nn.Linear(4, 4), {'input': torch.ones(2, 4)}"]
+    (folder / "of_mine.py").write_text("\n".join(lines))
+    assert called("plan", "elsewhere/of_mine.py:mine")["inputs"] == {"input": [2, 4]}
+
+
+def test_plan_says_why_nothing_is_cut() -> None:
+    found = CliRunner().invoke(app, ["plan", f"{HERE}:own", "--strategy", "nanoflow"])
+    assert found.exit_code == 0 and "finds no operators that it knows" in found.stdout
+    assert "this model has a, b" in found.stdout
+
+
+def test_a_model_in_training_mode_is_named_as_the_reason() -> None:
+    found = CliRunner().invoke(app, ["run", f"{HERE}:dropping", "--strategy", "nanoflow", *EAGER])
+    assert found.exit_code == 1 and "model.eval()" in found.output
 
 
 def test_plan_tells_why() -> None:
@@ -285,7 +320,12 @@ def test_list_as_json() -> None:
     [
         (["plan", "lama-tiny"], "there are llama-tiny"),
         (["plan", "nowhere:nothing"], "nothing at 'nowhere:nothing'"),
+        (["plan", "nowhere.py:nothing"], "file.py:name"),
+        (["plan", f"{HERE}:to_little"], "by the nearest names: too_little"),
         (["plan", f"{HERE}:no_model"], "return a model and its keyword arguments"),
+        (["plan", f"{HERE}:a_tensor"], "returned a model and Tensor"),
+        (["plan", f"{HERE}:too_little"], "gave nothing, but Linear takes input: missing a required argument: 'input'"),
+        (["plan", f"{HERE}:broken"], "broken failed: ZeroDivisionError: division by zero"),
         (["plan", f"{HERE}:own", "--batch", "3"], "leave out --batch"),
         (["plan", "llama-tiny", "--strategy", "nanoflow", "--option", "part=3"], "its options are"),
         (["plan", "inception-tiny", "--layers", "1"], "leave out --layers"),
@@ -294,7 +334,7 @@ def test_list_as_json() -> None:
         (["run", "llama-tiny", "--dtype", "int8"], "float32"),
         (["run", f"{HERE}:own", "--operators", "fast"], 'say "inductor" or "eager"'),
         (["run", f"{HERE}:own", "--cudagraph", "all"], 'say "plan", "pieces" or None'),
-        (["trace", f"{HERE}:own", "--operators", "eager", "--out", "nowhere/trace.json"], "name another place"),
+        (["trace", f"{HERE}:own", "--operators", "eager", "--out", "nowhere/trace.json"], "make the folder nowhere"),
         (["view", "nothing.json"], "name a file that is there"),
     ],
 )  # fmt: skip
