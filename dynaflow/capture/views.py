@@ -52,9 +52,15 @@ def _view(call: Call) -> Dims | Refusal:
     # Flat positions are (before * rows + row) * inner + rest on both sides, so a row stays a row exactly
     # when as much lies before it.
     if prod(tensor.shape[:dim]) != prod(out.shape[: there[0]]):
-        shapes = f"{tuple(tensor.shape)} to {tuple(out.shape)}"
+        shapes = " to ".join(_told(shape, tensor.shape[dim]) for shape in (tensor.shape, out.shape))
         return call.refuse(f"from {shapes} does not keep the rows of the batch apart")
     return [there[0]]
+
+
+def _told(shape: torch.Size, rows: int) -> str:
+    """For the user, who never saw the number that stands for the rows."""
+    names = ("rows" if n == rows else f"{n // rows}*rows" if n and n % rows == 0 else str(n) for n in shape)
+    return f"({', '.join(names)})"
 
 
 def _expand(call: Call) -> Signature | Dims:

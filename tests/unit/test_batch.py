@@ -239,6 +239,19 @@ def test_mixing_operator_runs_whole_and_its_neighbours_split(lanes: int) -> None
     assert op.line is not None and "test_batch.py" in op.line
 
 
+def test_a_refusal_names_the_rows() -> None:
+    """And not the number that stood for them."""
+
+    def model(x: Tensor) -> Tensor:
+        with df.mark("mixed"):
+            return x.transpose(0, 1).reshape(-1, 4)
+
+    fast = compiled(model, Each([], split=None))
+    with torch.no_grad():
+        fast(randn(6, 5, 4))
+    assert "from (5, rows, 4) to (5*rows, 4) does not keep" in str(graph_of(fast).by_name["mixed"].refusal)
+
+
 MIXERS = {
     "sum": lambda x: x.sum(0, keepdim=True) + x,
     "sort": lambda x: x.sort(0).values,
