@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from dynaflow.errors import ScheduleError, nearest
+from dynaflow.errors import ScheduleError
 
 if TYPE_CHECKING:
     from dynaflow.schedule.base import OpSchedulerBase
@@ -34,17 +35,17 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as e:
-        raise ScheduleError(f"strategy {name!r}: {e}", advice=f"its options are {inspect.signature(kind)}") from None
+        names = ", ".join(inspect.signature(kind).parameters) or "none"
+        raise ScheduleError(f"strategy {name!r}: {e}", advice=f"its options are {names}") from None
     made: OpSchedulerBase = kind(**options)
     return made
 
 
 def _strategy(name: str) -> Any:
     if name not in CLASSES:
-        close = nearest(name, list(CLASSES), 1)[0]
+        close = "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(name, CLASSES, n=1))
         raise ScheduleError(
-            f"no strategy {name!r}",
-            advice=f"did you mean {close!r}? There are {', '.join(CLASSES)}; or pass a scheduler",
+            f"no strategy {name!r}", advice=f"{close}There are {', '.join(CLASSES)}; or pass a scheduler"
         )
     return getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])
 
