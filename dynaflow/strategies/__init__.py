@@ -35,8 +35,7 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as e:
-        names = ", ".join(inspect.signature(kind).parameters) or "none"
-        raise ScheduleError(f"strategy {name!r}: {e}", advice=f"its options are {names}") from None
+        raise ScheduleError(f"strategy {name!r}: {e}", advice=f"its options are {inspect.signature(kind)}") from None
     made: OpSchedulerBase = kind(**options)
     return made
 
