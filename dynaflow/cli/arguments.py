@@ -65,18 +65,19 @@ class Given:
 def given(
     name: str,
     *,
-    device: torch.device,
+    device: torch.device | str | None,
     batch: int | None = None,
     prompt: int | None = None,
     context: int | None = None,
     layers: int | None = None,
     usual: Situation = USUAL,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     attention: Attention = "sdpa",
     tp: int = 1,
     ep: int = 1,
 ) -> Given:
     """The model of that name. What is None is as usual; a function of the user's has sizes of its own."""
+    place, weights = device if isinstance(device, torch.device) else device_named(device), dtype_named(dtype)
     if ":" in name:
         if any(size is not None for size in (batch, prompt, context, layers, dtype)) or max(tp, ep) > 1:
             raise DynaFlowError(
@@ -89,10 +90,9 @@ def given(
         prompt=usual.prompt if prompt is None else prompt,
         context=usual.context if context is None else context,
     )
-    usual_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16  # products in bfloat16 are slow on a CPU
-    model = build(
-        name, tp=tp, ep=ep, layers=layers, device=device, dtype=dtype or usual_dtype, attention=attention
-    )
+    if weights is None:  # products in bfloat16 are slow on a CPU
+        weights = torch.float32 if place.type == "cpu" else torch.bfloat16
+    model = build(name, tp=tp, ep=ep, layers=layers, device=place, dtype=weights, attention=attention)
     return Given(name=name, model=model, situations=[inputs_of(model, situation)])
 
 

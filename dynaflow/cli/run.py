@@ -49,9 +49,8 @@ def run(
     scheduler = of.scheduler_named(strategy, option)
     with nothing_else(as_json), torch.no_grad():
         given = of.given(
-            model, device=of.device_named(device), dtype=of.dtype_named(dtype), batch=batch, prompt=prompt,
-            context=context, layers=layers,
-        )  # fmt: skip
+            model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
+        )
         plain, inputs = given.model, given.inputs
         restore, where = restorer(inputs), device_of(plain, inputs)
         graphs: Any = {"cudagraph": cudagraph, "operators": operators}

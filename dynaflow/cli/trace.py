@@ -45,9 +45,8 @@ def trace(
     scheduler = of.scheduler_named(strategy, option)
     with nothing_else(as_json), torch.no_grad():
         given = of.given(
-            model, device=of.device_named(device), dtype=of.dtype_named(dtype), batch=batch, prompt=prompt,
-            context=context, layers=layers,
-        )  # fmt: skip
+            model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
+        )
         options: Any = {"operators": operators}
         recording = recorded(df.compile(given.model, scheduler, **options), given.inputs, calls)
         made = longest(recording)

@@ -39,9 +39,8 @@ def tune(
     told = []
     with nothing_else(as_json), torch.no_grad():
         given = of.given(
-            model, device=of.device_named(device), dtype=of.dtype_named(dtype), batch=batch, prompt=prompt,
-            context=context, layers=layers,
-        )  # fmt: skip
+            model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
+        )
         options = {"seconds": seconds, "most": most, "progress": True}
         fast = df.compile(given.model, "auto", scheduler_options=options, cudagraph=cudagraph, operators=operators)  # type: ignore[arg-type]
         for inputs in given.situations:

@@ -161,8 +161,6 @@ class Lowerer:
         self.threads = LanePool()
         self.streams = StreamPool()
         self.blocks = BlockPool()
-        self._lent = BlockPool(keeps=False)
-        """For training: what a pass does not use is there for what the passes save."""
         self.graphs = GraphPool(stats)
 
     def lower(self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]) -> Lowered:
@@ -237,10 +235,13 @@ class Lowerer:
     def _generate(self, program: Program, device: torch.device, marks: Marks | None = None) -> Code:
         return generate(program, cuda=device.type == "cuda", hook=self.on_task is not None, marks=marks)
 
-    def _blocks_for(self, job: _Job) -> BlockPool:
-        return self.blocks if job.graph.graph.phase == "inference" else self._lent
+    def _blocks_for(self, job: _Job) -> BlockPool | None:
+        """None in training: what a pass does not use is there for what the passes save."""
+        return self.blocks if job.graph.graph.phase == "inference" else None
 
-    def _runnable(self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool) -> Boxed:
+    def _runnable(
+        self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool | None
+    ) -> Boxed:
         """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
         run, hook = code.run, self._hook(plan)
         issue: Callable[[list[Any], Any], Any]

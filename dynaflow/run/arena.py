@@ -42,10 +42,9 @@ class Block:
 
 
 class BlockPool:
-    """The blocks of one compiled model that no run has taken. `keeps`: for the next run; else they go after each."""
+    """The blocks of one compiled model that no run has taken."""
 
-    def __init__(self, *, keeps: bool = True) -> None:
-        self._keeps = keeps
+    def __init__(self) -> None:
         self._blocks: dict[torch.device, list[Block]] = {}
         self._lock = threading.Lock()
 
@@ -72,8 +71,6 @@ class BlockPool:
                 block.memory.record_stream(torch.cuda.current_stream(device))
 
     def give(self, device: torch.device, block: Block) -> None:
-        if not self._keeps:  # it was made on the caller's stream, which all lanes have joined by now
-            return
         if device.type == "cuda":
             block.turns.leave(device)
         with self._lock:
@@ -81,25 +78,27 @@ class BlockPool:
 
 
 class Arena:
-    """What one plan sees of the pool."""
+    """What one plan sees of the pool; without one, each run has a block of its own, which goes when it is over."""
 
-    def __init__(self, views: Sequence[View], nbytes: int, device: torch.device, pool: BlockPool) -> None:
+    def __init__(self, views: Sequence[View], nbytes: int, device: torch.device, pool: BlockPool | None) -> None:
         self._views, self._nbytes, self._device, self._pool = tuple(views), nbytes, device, pool
 
     def take(self) -> tuple[Block, tuple[torch.Tensor, ...]]:
         """A block and the plan's buffers in it. While a CUDA graph is captured: new ones, which belong to the graph."""
-        if self._device.type == "cuda" and capturing():
-            block = Block(_new(self._device, self._nbytes))
-        else:
-            block = self._pool.take(self._device, self._nbytes)
+        pool = self._shared()
+        block = Block(_new(self._device, self._nbytes)) if pool is None else pool.take(self._device, self._nbytes)
         if self not in block.views:
             with torch.inference_mode(False), torch.no_grad():
                 block.views[self] = tuple(view.of(block.memory) for view in self._views)
         return block, block.views[self]
 
     def give(self, block: Block) -> None:
-        if self._device.type != "cuda" or not capturing():
-            self._pool.give(self._device, block)
+        # Without a pool nothing is to be done: it was made on the caller's stream, which all lanes have joined by now.
+        if (pool := self._shared()) is not None:
+            pool.give(self._device, block)
+
+    def _shared(self) -> BlockPool | None:
+        return None if self._device.type == "cuda" and capturing() else self._pool
 
 
 def _new(device: torch.device, nbytes: int) -> torch.Tensor:
