@@ -23,7 +23,7 @@ HOST, PART, BESIDE = "all activations on the host", "a part of the activations o
 BOTH, MICRO = "two micro-batches, a part on the host", "two micro-batches, all on the device"
 AT_LEAST = 1 << 20
 """Bytes: what is smaller stays on the device."""
-MOST = 9 << 29
+MOST = 3 << 30
 """Bytes that go to the host as a part: about as many as do while the forward pass computes."""
 SHAPE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256}  # fmt: skip

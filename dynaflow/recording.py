@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dynaflow.errors import RecordingError
-from dynaflow.lower.lower import Lowered, fresh_marks
+from dynaflow.lower.lower import Lowered
 from dynaflow.lower.marks import Marks
 from dynaflow.schedule.plan import Plan
 from dynaflow.tune.cost import Costs
@@ -399,7 +399,7 @@ def _taken(count: int, device: torch.device) -> list[Any]:
         events = _events.setdefault(device, [])
         at = max(0, len(events) - count)
         taken, events[at:] = events[at:], []
-    return taken + fresh_marks(count - len(taken), device)
+    return taken + [torch.cuda.Event(enable_timing=True) for _ in range(count - len(taken))]
 
 
 def _give(raw: _Raw) -> None:

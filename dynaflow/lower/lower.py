@@ -16,7 +16,7 @@ from dynaflow.capture.graph import CapturedGraph, Input, is_named
 from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.codegen import Code, event_count, forget, generate
 from dynaflow.lower.elastic import Elastic
-from dynaflow.lower.marks import Marks, in_a_row, make_marks, whole_marks
+from dynaflow.lower.marks import Branches, MarkAside, Marks, in_a_row, make_marks, whole_marks
 from dynaflow.lower.operators import Operators, Sizes, Source
 from dynaflow.lower.program import NotElastic, make_program
 from dynaflow.lower.segments import make_segments
@@ -24,7 +24,7 @@ from dynaflow.lower.steps import Program
 from dynaflow.run.arena import Arena, BlockPool
 from dynaflow.run.graphs import CaptureError, Graphed, GraphPool
 from dynaflow.run.lanes import Call, LanePool
-from dynaflow.run.streams import StreamPool, StreamRun
+from dynaflow.run.streams import CaptureStreams, StreamPool, StreamRun
 from dynaflow.schedule.context import fusion_values
 from dynaflow.schedule.plan import Plan, Task, one_by_one
 from dynaflow.stats import Stats
@@ -330,7 +330,7 @@ class Lowerer:
 
     def _as_graph(self, job: _Job, lowered: Lowered) -> None:
         """Has its function run as one CUDA graph."""
-        plain = lowered.run if lowered.marks is None else _with_own_marks(lowered.marks, lowered.run, job.device)
+        plain = lowered.run if lowered.marks is None else _with_own_marks(lowered, self.graphs.streams)
         moving, still = self._places(job)
         graphed = Graphed(plain, job.device, self.graphs, moving=moving, still=still, warm=job.warm)
 
@@ -453,19 +453,21 @@ def _timed(job: _Job, lowered: Lowered) -> Lowered:
     return lowered
 
 
-def _with_own_marks(marks: Marks, run: Boxed, device: torch.device) -> Boxed:
+def _with_own_marks(lowered: Lowered, streams: CaptureStreams) -> Boxed:
     """Puts marks into the list that it is given: what is captured needs some that no other graph has."""
+    marks, run = lowered.marks, lowered.run
+    assert marks is not None
 
     def run_marked(args: list[Any]) -> Any:
-        if not args[-1]:
-            args[-1].extend(fresh_marks(marks.count, device, captured=True))
-        return run(args)
+        given = args.pop()
+        if not marks.cuda:  # where graphs are a pretence
+            given[:] = [0.0] * marks.count
+            return run([*args, given])
+        branches = Branches(streams)
+        aside = [MarkAside(branches) for _ in range(marks.count)]
+        results = run([*args, aside])
+        branches.join(torch.cuda.current_stream(marks.device))
+        given[:] = [mark.event for mark in aside]
+        return results
 
     return run_marked
-
-
-def fresh_marks(count: int, device: torch.device, captured: bool = False) -> list[Any]:
-    """Places for times on a CPU, events on CUDA. `captured`: those that a graph may record at each of its launches."""
-    if device.type != "cuda":
-        return [0.0] * count
-    return [torch.cuda.Event(enable_timing=True, external=captured) for _ in range(count)]

@@ -15,6 +15,7 @@ from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.operators import Sizes
 from dynaflow.lower.segments import Segment
 from dynaflow.lower.steps import Program
+from dynaflow.run.streams import CaptureStreams
 from dynaflow.schedule.plan import Plan, Task
 
 
@@ -79,3 +80,32 @@ def in_a_row(program: Program) -> Program:
     lane = program.lanes[0]
     steps = [replace(step, lane=lane, after=()) for step in program.steps]
     return replace(program, lanes=[lane], partitioned=False, steps=steps, made_aside=[])
+
+
+class Branches:
+    """Where the marks of a graph are captured: beside its lanes, on a branch for each."""
+
+    def __init__(self, streams: CaptureStreams) -> None:
+        self._streams = streams
+        self._used: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+    def at(self, lane: torch.cuda.Stream) -> torch.cuda.Stream:
+        """The branch of a lane, at the point where the lane is. Marks of one lane are in its order anyway."""
+        branch = self._used.setdefault(lane, self._streams.beside(lane))
+        branch.wait_stream(lane)
+        return branch
+
+    def join(self, main: torch.cuda.Stream) -> None:
+        for branch in self._used.values():
+            main.wait_stream(branch)
+
+
+class MarkAside:
+    """An event that a graph records at each of its launches. On the lane itself it would hold up the next kernel."""
+
+    def __init__(self, branches: Branches) -> None:
+        self.event = torch.cuda.Event(enable_timing=True, external=True)
+        self._branches = branches
+
+    def record(self, lane: torch.cuda.Stream) -> None:
+        self.event.record(self._branches.at(lane))

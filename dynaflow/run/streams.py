@@ -72,12 +72,22 @@ class CaptureStreams(StreamPool):
 
     def __init__(self) -> None:
         super().__init__()
-        weakref.finalize(self, _take_back, self._streams)
+        self._beside: dict[tuple[int, Lane, Partition | None], torch.cuda.Stream] = {}
+        for streams in (self._streams, self._beside):
+            weakref.finalize(self, _take_back, streams)
 
     def main(self, device: torch.device) -> torch.cuda.Stream:
         """For the caller's lane: its own stream may be the default one, which can't be captured."""
         with self._lock:
             return self._get(device_index(device), _CALLER, None)
+
+    def beside(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        """A stream for what is captured beside another, and computes nothing."""
+        with self._lock:
+            key = (stream.device.index, Lane(name=str(stream.cuda_stream)), None)
+            if key not in self._beside:
+                self._beside[key] = self._make(*key)
+            return self._beside[key]
 
     def settle(self, device: torch.device) -> None:
         """Sees to the workspaces of the calling thread, before a capture."""

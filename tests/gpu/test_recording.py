@@ -103,6 +103,36 @@ def test_graphs_tell_their_times_or_why_not(cudagraph: Any, parts: int) -> None:
         assert all(call.spans for call in recording.calls)
 
 
+class Uneven(nn.Module):
+    """A long branch and a short one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 8192), nn.Linear(8192, 64))
+        self.a, self.end = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        long = self.b(x)
+        return self.end(self.a(x[:8]) + long[:8])
+
+
+def test_marks_of_a_graph_wait_for_their_own_lane_alone() -> None:
+    """The short branch is issued behind the long one, and marked behind it: its times are still its own."""
+    torch.manual_seed(0)
+    model, x = Uneven().cuda().eval(), torch.randn(8192, 64, device="cuda")
+    fast = df.compile(model, Apart(1), operators="eager", cudagraph="plan")
+    with torch.no_grad():
+        for _ in range(3):
+            fast(x)
+        with df.record() as recording:
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
+    (call,) = recording.calls
+    tasks = zip(call.plan.tasks, call.spans, strict=True)
+    spans = {item.op: span for task, span in tasks for item in task.items}
+    assert spans["a"][1] < spans["b"][1] - 1e-4, spans
+    assert spans["end"][0] >= spans["b"][1] - 1e-5, spans
+
+
 def test_a_second_recording_reads_the_same_graph() -> None:
     _, fast, x = setup("plan", 2)
     with torch.no_grad():
