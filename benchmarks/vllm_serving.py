@@ -125,6 +125,8 @@ def _start(folder: Path, stack: contextlib.ExitStack, settings: Settings) -> dic
     options: dict[str, Any] = {"max_model_len": 512 if settings.tiny else 4096, "dtype": shape["torch_dtype"]}
     if settings.cuda:
         options["gpu_memory_utilization"] = 0.9 / (1 + len(SCHEDULERS))
+    # The first process would read all libraries from the disk, and the others find them in memory.
+    subprocess.run([sys.executable, "-c", "from vllm import LLM"], check=True, capture_output=True)
     found = {}
     for scheduler in (None, *SCHEDULERS):
         server = Server(folder, scheduler, options, folder / f"{scheduler}.log")

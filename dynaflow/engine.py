@@ -494,9 +494,11 @@ class Engine:
                 self.stats.plain_reasons.append(runner.plain or "")
                 return None, (), {}
             complete = not self.stats.graph_breaks and runner.graph.phase != "backward"
-            graph = partition(runner.graph, found, schedules.rules, complete=complete)
-            schedules.graphs[key] = graph
-            self.stats.partitions += 1
+            cut = (spaces, schedules.rules, complete)
+            if cut not in runner.partitions:  # of other schedulers, which cut the same way
+                runner.partitions[cut] = partition(runner.graph, found, schedules.rules, complete=complete)
+                self.stats.partitions += 1
+            schedules.graphs[key] = runner.partitions[cut]
             self.stats.partition_seconds += time.perf_counter() - start
         graph = schedules.graphs[key]
         return graph, graph.spaces, values

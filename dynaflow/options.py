@@ -101,10 +101,15 @@ def check_options(options: Options) -> None:
 
 
 def scheduler_of(
-    scheduler: OpSchedulerBase | str | None = None, scheduler_options: Options | None = None, **_: Any
+    scheduler: OpSchedulerBase | str | None = None,
+    scheduler_options: Options | None = None,
+    tuning: float | None = None,
+    **_: Any,
 ) -> OpSchedulerBase:
-    """The scheduler that the options name, or are."""
+    """The scheduler that the options name, or are. `tuning`: seconds that "auto" takes, unless its options say."""
     if isinstance(scheduler, str):
+        if scheduler == "auto" and tuning is not None:
+            scheduler_options = {"seconds": tuning, **(scheduler_options or {})}
         return make(scheduler, **(scheduler_options or {}))
     if scheduler_options:
         raise DynaFlowError(

@@ -10,6 +10,7 @@ import sympy
 
 from dynaflow import _torch, recording
 from dynaflow.capture.graph import CapturedGraph
+from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.probe import Contradiction, probe
 from dynaflow.errors import DynaFlowError, PlanError
 from dynaflow.run.streams import capturing
@@ -44,6 +45,8 @@ class GraphRunner:
         idle = graph.idle
         self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
         self._probes: dict[Spaces, Any] = {}
+        self.partitions: dict[Any, OpGraph] = {}
+        """By the batch's symbols and a scheduler's rules."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple([args[n] for n in self._numbers])

@@ -38,6 +38,7 @@ class SplitModule:
     optional: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tag", tag_tuple(self.tag))
         is_class = isinstance(self.match, type) and issubclass(self.match, nn.Module)
         if not (is_class or isinstance(self.match, (str, re.Pattern))):
             raise PartitionError(
@@ -75,6 +76,7 @@ class SplitFunc:
     optional: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tag", tag_tuple(self.tag))
         if not (isinstance(self.match, (str, re.Pattern)) or callable(self.match)):
             raise PartitionError(
                 f"SplitFunc can't match by {self.match!r}",

@@ -275,9 +275,7 @@ class _ByPowersOfTwo(OpSchedulerBase):
 
 def _scheduler(scheduler: OpSchedulerBase | str, options: Mapping[str, Any] | None) -> OpSchedulerBase:
     """The one that is named, or is given; a tuner asked only where it may find something else."""
-    if scheduler == "auto":
-        options = {"seconds": TUNING, **(options or {})}
-    chosen = scheduler_of(scheduler, options)
+    chosen = scheduler_of(scheduler, options, tuning=TUNING)
     return _ByPowersOfTwo(chosen) if isinstance(chosen, Auto) else chosen
 
 

@@ -1,9 +1,8 @@
 """vLLM under a schedule, as a plugin: no fork, no patch, no edited model.
 
 `LLM(..., additional_config={"dynaflow": {"scheduler": "auto"}})`, or `DYNAFLOW_SCHEDULER=auto vllm serve ...`. Without
-either, vLLM is untouched. With it, vLLM hands the graph of the whole forward pass to `backend`. In the graph, operators
-that ask vLLM's forward context for their layer's metadata are told which rows they are called for; so a micro-batch
-finds its own metadata, wherever and whenever it runs.
+either, vLLM is untouched. With it, vLLM hands the graph of the whole forward pass to `backend`. Operators that ask
+vLLM's forward context for their layer's metadata are then told their rows; so a micro-batch finds its own metadata.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from dynaflow.capture.graph import copied
 from dynaflow.hosted import TOLD, Hosted, tell_rows, wrap
 from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_builds
 from dynaflow.options import check_options, defaults, scheduler_of
-from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.strategies.serving import Serving, serving
 
 VERSIONS = ("0.26", "0.32")
@@ -129,16 +127,18 @@ def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[s
     collective("_C::shm_allreduce", group="handle", named=_torch_group)
     collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
     given: dict[str, Any] = {"operators": "eager", **(options or {})}
-    scheduler = scheduler_of(given.pop("scheduler", None), given.pop("scheduler_options", None))
-    engine = api._engine(None, {**given, "scheduler": in_vllm(scheduler), "facts": lambda: Step.now.facts})
+    scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
+    engine = api._engine(None, {**given, "scheduler": scheduler, "facts": lambda: Step.now.facts})
     gm, inputs = copied(gm), list(example_inputs)  # Dynamo still looks at the graph that it handed out
     source = tell_rows(gm, inputs, _asks_context, _within, opaque=LayerName)
     run = engine.backend(gm, inputs)
     return run if source is None else Forward(run, source, engine)
 
 
-def in_vllm(scheduler: OpSchedulerBase) -> Serving:
-    return serving(scheduler, most=PARTS, in_turns=True)  # vLLM's CPU kernels share one scratch buffer
+def in_vllm(scheduler: Any = None, scheduler_options: Any = None) -> Serving:
+    """As `df.compile` takes them; but a server does not stand still to tune, unless it is told to."""
+    chosen = scheduler_of(scheduler, scheduler_options, tuning=0.0)
+    return serving(chosen, most=PARTS, in_turns=True)  # vLLM's CPU kernels share one scratch buffer
 
 
 def _torch_group(given: str | int) -> str:

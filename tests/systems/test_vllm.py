@@ -39,6 +39,8 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     # There is no link to wait for in one process: attention stands in for what would use it.
     "comm_overlap": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 3, "collectives": ATTENTION}},
     "uneven": {"scheduler": "tests.systems.vllm_schedulers:Uneven"},
+    "auto": {"scheduler": "auto"},
+    "auto that tunes": {"scheduler": "auto", "scheduler_options": {"seconds": 0.2, "most": 1}},
 }
 MOST_PARTS = {
     "nanoflow in 2": 2,
@@ -123,7 +125,13 @@ def test_the_workloads_are_what_they_are_meant_to_be(stock: Results, scheduled: 
     assert len({answer["tokens"][0] for answer in served["queue"]["answers"].values()}) > 12, "a dull model"
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_auto_measures_nothing_unless_it_has_time(scheduled: Results) -> None:
+    quick, tuned = (scheduled["schedulers"][name]["tuned"] for name in ("auto", "auto that tunes"))
+    assert any(len(tried) > 1 for tried in quick) and not any(map(any, quick))
+    assert any(map(any, tuned))
+
+
+@pytest.mark.parametrize("scheduler", MOST_PARTS)
 def test_steps_run_in_as_many_parts_as_asked(scheduled: Results, scheduler: str) -> None:
     found, most = scheduled["schedulers"][scheduler], MOST_PARTS[scheduler]
     seen = {(phase(step), len(step["parts"]) or 1) for step in steps_of(found) if not step["why_whole"]}
@@ -134,7 +142,7 @@ def test_steps_run_in_as_many_parts_as_asked(scheduled: Results, scheduler: str)
         assert not step["parts"] or sum(step["parts"]) == sum(step["requests"])
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", MOST_PARTS)
 def test_counters_agree_with_what_attention_was_called_for(scheduled: Results, scheduler: str) -> None:
     found = scheduled["schedulers"][scheduler]
     steps, stats = steps_of(found), found["stats"]

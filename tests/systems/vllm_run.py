@@ -169,22 +169,23 @@ def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
     from vllm import LLM
 
     from dynaflow.integrations import vllm as integration
-    from dynaflow.options import scheduler_of
     from tests.systems.vllm_schedulers import Uneven
 
     llm = LLM(**vllm_model.settings(folder, additional_config={"dynaflow": next(iter(schedulers.values()))}))
     (forward,) = integration.forwards()
     found = {}
     for name, setting in schedulers.items():
-        forward.engine.set_scheduler(integration.in_vllm(scheduler_of(**setting)))
+        forward.engine.set_scheduler(integration.in_vllm(**setting))
         llm.reset_prefix_cache()
         before = dataclasses.replace(forward.stats)
         served = {workload: dataclasses.asdict(serve(llm, requests)) for workload, requests in workloads().items()}
+        notes = forward.engine._schedules.notes.values()
         counters = ("runs", "sequential_runs", "plans", "scheduler_calls", "plain_graphs")
         found[name] = {
             "served": served,
             "stats": {counter: getattr(forward.stats, counter) - getattr(before, counter) for counter in counters},
             "lanes": sorted({lane.name for plan in forward.plans for lane in plan.lanes}),
+            "tuned": [[tried.measured is not None for tried in note.tried] for note in notes if note],
         }
     return {"schedulers": found, "graphs": forward.stats.graphs, "asked": sorted(Uneven.asked)}
 
@@ -233,10 +234,9 @@ def run_ranks(folder: str, schedulers: Settings) -> dict[str, Any]:
 
 def _schedule_by(self: Any, setting: dict[str, Any]) -> None:
     from dynaflow.integrations import vllm as integration
-    from dynaflow.options import scheduler_of
 
     (forward,) = integration.forwards()
-    forward.engine.set_scheduler(integration.in_vllm(scheduler_of(**setting)))
+    forward.engine.set_scheduler(integration.in_vllm(**setting))
 
 
 def _collectives(self: Any) -> dict[str, Any]:
