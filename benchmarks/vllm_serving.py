@@ -122,9 +122,11 @@ def _tiny(shape: dict[str, Any]) -> dict[str, Any]:
 def _start(folder: Path, stack: contextlib.ExitStack, settings: Settings) -> dict[str, tuple[Server, float]]:
     """One after the other, so that start-up times can be compared."""
     shape = json.loads((folder / "config.json").read_text())
-    options: dict[str, Any] = {"max_model_len": 512 if settings.tiny else 4096, "dtype": shape["torch_dtype"]}
-    if settings.cuda:
-        options["gpu_memory_utilization"] = 0.9 / (1 + len(SCHEDULERS))
+    options: dict[str, Any] = {
+        "max_model_len": 512 if settings.tiny else 4096,
+        "dtype": shape["torch_dtype"],
+        "gpu_memory_utilization": (0.3 if settings.tiny else 0.9) / (1 + len(SCHEDULERS)),  # of a CPU's memory, too
+    }
     # The first process would read all libraries from the disk, and the others find them in memory.
     subprocess.run([sys.executable, "-c", "from vllm import LLM"], check=True, capture_output=True)
     found = {}

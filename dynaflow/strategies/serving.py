@@ -39,6 +39,13 @@ class Serving(df.OpSchedulerBase):
 class ServingChoice(Serving):
     """The same for a scheduler that leaves each situation to another."""
 
+    def key(self, ctx: df.ScheduleContext) -> Any:
+        found = super().key(ctx)
+        if found is None or not isinstance(self.scheduler, Auto):
+            return found
+        phase, parts, *rest = found
+        return phase, parts.bit_length(), *rest  # a decision takes its time: it is made for about as many parts
+
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
         if ctx.facts["whole"]:
             return self

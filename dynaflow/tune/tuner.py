@@ -95,7 +95,9 @@ class Tuner:
             self.start = time.perf_counter()
             self.end = self.start + self.seconds
         found = list(self._planned())
-        first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=self._uncut(), tried=Tried(name=SEQUENCE))
+        # Uncut, it is timed as a whole; cut, layers that are alike are looked at once, which is sooner done.
+        graph = self._uncut() if self.measures or not found else found[0].graph
+        first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=graph, tried=Tried(name=SEQUENCE))
         if self.measures and not self.ranks:  # whose clocks differ, and with them what they would find best
             with contextlib.suppress(NoRoom):
                 self._profile([first, *found])

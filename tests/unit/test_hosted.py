@@ -182,6 +182,20 @@ def test_functions_of_ones_own_take_turns_too() -> None:
     assert calls == [3, 3]
 
 
+def test_auto_decides_once_for_about_as_many_parts() -> None:
+    asked = []
+
+    class Noted(Auto):
+        def decide(self, ctx: df.ScheduleContext, wrap: Any = None) -> df.OpSchedulerBase:
+            asked.append(ctx.max_parts)
+            return super().decide(ctx, wrap)
+
+    server = Server(serving(Noted(seconds=0.0, among=[Each(split=2)]), MOST, in_turns=True))
+    for lengths in ([3, 3, 3], [4, 5], [2, 7], [9]):
+        server.serve(lengths)
+    assert len(asked) == 2, "two parts or three, and one"
+
+
 def test_auto_tries_what_would_serve() -> None:
     tried = []
 

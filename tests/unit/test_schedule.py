@@ -349,6 +349,19 @@ class Counting(Each):
         return super().partition()
 
 
+def test_schedulers_that_cut_alike_share_the_partition() -> None:
+    model = Stack()
+    fast = compiled(model, Each(STACK_RULES))
+    fast(X)
+    for scheduler in (Each(list(STACK_RULES), split=2), Each(STACK_RULES, split=3)):
+        fast.set_scheduler(scheduler)
+        assert_equal(fast(X), model(X))
+    assert (fast.stats.partitions, fast.stats.plans) == (1, 3)
+    fast.set_scheduler(Each(STACK_RULES[:1]))
+    assert_equal(fast(X), model(X))
+    assert fast.stats.partitions == 2
+
+
 def test_second_use_calls_no_user_code_and_no_partitioning() -> None:
     model, scheduler = Stack(), Counting(STACK_RULES)
     fast = compiled(model, scheduler)
