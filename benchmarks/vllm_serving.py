@@ -24,8 +24,6 @@ SCHEDULERS = ("sequential", "auto")
 LIMIT = 0.99
 READY = 1.1
 ROUNDS = 2
-WARM = 128
-"""Requests: enough for steps as large as they get."""
 CLOSE = 0.2
 """How far logarithms of probabilities may be apart in bfloat16."""
 
@@ -148,20 +146,19 @@ def _ready(servers: dict[str, tuple[Server, float]], scheduler: str) -> Figure:
 def _serve(
     servers: dict[str, tuple[Server, float]], workload: tuple[int, int, int], settings: Settings
 ) -> dict[str, list[dict[str, Any]]]:
-    """Compares the probabilities of first tokens; then all serve a part to warm up, and the workload, in turns."""
-    requests, tokens_in, tokens_out = workload
-    few = (min(16, requests), tokens_in, 1)
+    """Compares the probabilities of first tokens; then all serve the workload, in turns, once to warm up."""
+    few = (min(16, workload[0]), workload[1], 1)
     expected = servers["stock"][0].serve(few)["first"]
     for name, (server, _) in servers.items():
         away = max(abs(a - b) for a, b in zip(expected, server.serve(few)["first"], strict=True))
         if away > CLOSE:
             raise WrongResult(f"{name}: probabilities are {away:.2g} apart from stock's")
-    for server, _ in servers.values():
-        server.serve((min(WARM, requests), tokens_in, tokens_out))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
-    for _ in range(settings.rounds or ROUNDS):
+    for turn in range(1 + (settings.rounds or ROUNDS)):
         for name, (server, _) in servers.items():
-            found[name].append(server.serve(workload))
+            answer = server.serve(workload)
+            if turn:
+                found[name].append(answer)
     return found
 
 
