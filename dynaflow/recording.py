@@ -54,14 +54,24 @@ def record(keep: int = KEPT) -> Iterator[Recording]:
     global now
     if keep < 1:
         raise RecordingError(f"keep={keep}", advice="keep one call of each plan at least")
-    if not _one.acquire(blocking=False):
-        raise RecordingError("a recording is on already", advice="one serves all models and threads: let it end first")
-    try:
-        recording = now = Recording(keep)
+    with unheard(keep) as recording:
+        now = recording
         try:
             yield recording
         finally:
             now = None
+
+
+@contextmanager
+def unheard(keep: int = KEPT) -> Iterator[Recording]:
+    """A recording that no model knows of: it holds what is run through it, and nothing of other threads."""
+    if not _one.acquire(blocking=False):  # a graph has one set of events: what two recordings would read
+        raise RecordingError("a recording is on already", advice="one serves all models and threads: let it end first")
+    try:
+        recording = Recording(keep)
+        try:
+            yield recording
+        finally:
             recording._end()
     finally:
         _one.release()

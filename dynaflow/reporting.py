@@ -10,7 +10,7 @@ import torch
 
 from dynaflow.errors import RecordingError
 from dynaflow.lower.lower import Lowered
-from dynaflow.recording import Recorded, record, reported
+from dynaflow.recording import Recorded, reported, unheard
 from dynaflow.schedule.base import Sequential
 from dynaflow.tune.cost import Costs, Profile
 from dynaflow.tune.device import device_for
@@ -58,7 +58,7 @@ def reported_now(ready: PlanReady, engine: Engine, profile: Profile | None = Non
 
 
 def _recorded(marked: Lowered, args: Sequence[Any], engine: Engine) -> Recorded:
-    with record() as recording:
+    with unheard() as recording:
         recording.run(marked, list(args), engine)
     (recorded,) = recording.plans
     if not recorded.timed:

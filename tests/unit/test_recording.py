@@ -497,6 +497,15 @@ def test_a_report_on_inputs(line: Any) -> None:
     assert fast.stats.plans == 2  # the sequence was made once
 
 
+def test_a_report_hears_nothing_of_other_models(line: Any) -> None:
+    """Other threads may call theirs meanwhile. A model that is called in a task of ours does so at a sure moment."""
+    _, other, x = line
+    fast = compiled(Line(), Lanes(), on_task=lambda task, moment: other(x))
+    with torch.no_grad():
+        report = fast.report(x)
+    assert report.title == "Line: batch of 6 as [3, 3]" and recordings.now is None
+
+
 def test_calls_in_a_row_compute_the_same(line: Any) -> None:
     model, fast, x = line
     (lowered,) = plans_of(fast)
