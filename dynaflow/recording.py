@@ -11,6 +11,7 @@ import json
 import statistics
 import threading
 import time
+import weakref
 from collections import Counter as Counts
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -86,8 +87,8 @@ class _Raw(NamedTuple):
     end: float
     thread: str
     model: str
-    owner: int
-    """Which of the models of that name."""
+    owner: weakref.ref[Engine]
+    """Which of the models of that name. An address would be that of the next model once this one is gone."""
     memory: int | None
 
 
@@ -128,7 +129,7 @@ class Call:
 class Recorded:
     """The calls of one plan."""
 
-    def __init__(self, calls: list[Call], marks: Marks, owner: int) -> None:
+    def __init__(self, calls: list[Call], marks: Marks, owner: weakref.ref[Engine]) -> None:
         first = calls[0]
         self.owner = owner
         self.model, self.phase, self.plan, self.calls = first.model, first.phase, first.plan, tuple(calls)
@@ -245,7 +246,8 @@ class Recording:
         results = marked(args)
         end = time.perf_counter()
         memory = _allocated(device) if marks.cuda else None
-        raw = _Raw(marks, moments, begin, end, threading.current_thread().name, engine.name, id(engine), memory)
+        thread, owner = threading.current_thread().name, weakref.ref(engine)
+        raw = _Raw(marks, moments, begin, end, thread, engine.name, owner, memory)
         with self._lock:
             if self.ended is None:
                 kept = self._raw.setdefault(marks.key, deque())
@@ -263,12 +265,12 @@ class Recording:
             self.ended = time.perf_counter()
         for device in self._bases:
             torch.cuda.synchronize(device)
-        groups: dict[Any, tuple[list[Call], Marks]] = {}
+        groups: dict[Any, tuple[list[Call], _Raw]] = {}
         read: set[int] = set()
         for raw in sorted((raw for kept in self._raw.values() for raw in kept), key=lambda raw: -raw.begin):
             call = self._call(raw, read)
-            groups.setdefault((raw.owner, call.phase, call.plan), ([], raw.marks))[0].append(call)
-        self._plans = [Recorded(calls[::-1], marks, owner) for (owner, *_), (calls, marks) in groups.items()]
+            groups.setdefault((id(raw.owner), call.phase, call.plan), ([], raw))[0].append(call)
+        self._plans = [Recorded(calls[::-1], raw.marks, raw.owner) for calls, raw in groups.values()]
         self._plans.sort(key=lambda plan: plan.calls[0].begin)
         for kept in self._raw.values():
             for raw in kept:
@@ -337,7 +339,7 @@ class Recording:
     def report(self, engine: Engine | None = None) -> Report:
         """Of the plan that took most of the time, of all models or of one. What the uncut graph takes is known if it
         was recorded too."""
-        found = [p for p in self.plans if p.timed and (engine is None or p.owner == id(engine))]
+        found = [p for p in self.plans if p.timed and (engine is None or p.owner() is engine)]
         if not found:
             raise RecordingError(f"no times of tasks were recorded: {self}", advice="call a compiled model inside")
         most = max(found, key=lambda p: (not p.plan.sequential, sum(call.seconds for call in p.calls)))

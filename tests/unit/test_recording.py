@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +236,24 @@ def test_two_models_and_two_threads() -> None:
     assert other.report(recording).title.startswith("Stack") and one.report(recording).title.startswith("Line")
 
 
+def test_a_model_that_is_gone_is_not_taken_for_the_next(line: Any) -> None:
+    """Which may well have its address."""
+    _, fast, x = line
+    marked = fast._engine.marked(plans_of(fast)[0])
+    with torch.no_grad():
+        given = arguments(fast, x)
+
+    class Gone:
+        name = "Line"
+
+    with torch.no_grad(), df.record() as recording:
+        for _ in range(30):
+            recording.run(marked, [*given], Gone())  # type: ignore[arg-type]
+    assert [len(plan.calls) for plan in recording.plans] == [1] * 30
+    with pytest.raises(df.RecordingError, match="no times of tasks"):
+        fast.report(recording)
+
+
 def test_training_has_both_passes() -> None:
     model = Stack()
     fast = compiled(model, Each(STACK_RULES, 2, lanes=2))
@@ -297,8 +316,9 @@ def test_launches_of_one_graph_have_one_set_of_times(line: Any) -> None:
     (lowered,) = plans_of(fast)
     marks = replace(fast._engine.marked(lowered).marks, own=True)
     moments = [float(i) for i in range(marks.count)]
+    owner = weakref.ref(fast._engine)
     with df.record() as recording:
-        calls = [recordings._Raw(marks, moments, i, i + 1.0, "thread", "Line", 0, None) for i in range(3)]
+        calls = [recordings._Raw(marks, moments, i, i + 1.0, "thread", "Line", owner, None) for i in range(3)]
         recording._raw[marks.key] = deque(calls)
     assert [bool(call.spans) for call in recording.calls] == [False, False, True]
     assert f"2 without the times of tasks: {recordings.AGAIN}" in str(recording)
@@ -372,9 +392,10 @@ def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setitem(recordings._events, device, [])
     moments = [Mark("m", [], 2000.0 + i) for i in range(marks.count)]
+    owner = weakref.ref(fast._engine)
     with df.record() as recording:
         recording._bases[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
-        recording._raw[marks.key] = deque([recordings._Raw(marks, moments, 1.0, 2.0, "t", "Line", 0, 7)])
+        recording._raw[marks.key] = deque([recordings._Raw(marks, moments, 1.0, 2.0, "t", "Line", owner, 7)])
     (call,) = recording.calls
     assert call.spans == tuple((pytest.approx(1.5 + a / 1e3), pytest.approx(1.5 + b / 1e3)) for a, b in marks.spans)
     assert recordings._events[device] == moments and recordings._taken(2, device) == moments[-2:]
