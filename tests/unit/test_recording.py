@@ -325,6 +325,35 @@ def test_launches_of_one_graph_have_one_set_of_times(line: Any) -> None:
     assert recording.plans[0].median is recording.calls[-1]
 
 
+def test_calls_without_times_count_for_what_took_most() -> None:
+    """Of a graph's launches only the last has times; there may be many of them all the same."""
+    calls = [(6, [2.0]), (4, [1.0, None, None])]
+    assert made_up(calls).report().title.startswith("Line: batch of 4")
+
+
+def test_both_sides_of_a_speed_up_are_medians() -> None:
+    """The same one: not the faster of two calls against the slower."""
+    fast = compiled(Line(), Lanes())
+    recording = made_up([(6, [1.0, 3.0])], fast)
+    fast.set_scheduler(Lanes(0))
+    sequence = made_up([(6, [1.0, 3.0])], fast)
+    recording._plans += sequence._plans
+    assert recording.report().speedup == 1.0
+
+
+def made_up(sizes: list[tuple[int, list[float | None]]], fast: Any = None) -> Any:
+    """A recording of calls that took so many seconds, by the size of their batch."""
+    fast = compiled(Line(), Lanes()) if fast is None else fast
+    with torch.no_grad(), df.record() as recording:
+        for size, _ in sizes:
+            fast(randn(size, 16))
+    for plan, (_, times) in zip(recording._plans, sizes, strict=True):
+        (call,) = plan.calls
+        spans = [() if t is None else ((0.0, t),) * len(call.spans) for t in times]
+        plan.calls = tuple(replace(call, spans=s) for s in spans)
+    return recording
+
+
 # On CUDA, as far as it can be told without
 
 
