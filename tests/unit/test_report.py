@@ -13,6 +13,7 @@ from dynaflow.view.report import (
     ADVICE,
     CONTENTION,
     CUTS,
+    FEW,
     FILL,
     HOST,
     IMBALANCE,
@@ -90,6 +91,26 @@ def test_cuts_or_contention() -> None:
     """Without the times alone it is one or the other."""
     report = report_of(run(("a", "x", 0, 2), ("b", "y", 0, 2)), after=FREE, sequence=1.5)
     assert reason(report)[0] == LONGER
+
+
+def test_one_lane_has_nobody_beside_it() -> None:
+    """What its tasks take longer than the uncut graph is what the cuts cost."""
+    report = report_of(run(("a", "x", 0, 1), ("b", "x", 1, 2)), after=FREE, sequence=1.5)
+    assert reason(report) == (CUTS, 0.5)
+
+
+@pytest.mark.parametrize("lanes", ["x", "xy"])
+def test_busy_lanes_are_not_the_bound(lanes: str) -> None:
+    """Nothing is lost, but tasks that need nothing of each other run one after the other."""
+    tasks = [("a", lane, i, i + 1) for i in (0, 1) for lane in lanes]
+    report = report_of(run(*tasks), after=FREE, sequence=float(len(tasks)), alone=[1.0] * len(tasks))
+    assert report.bound == 1 and reason(report) == (FEW, 1.0)
+    assert "50% of that speed" in str(report) and "It is at the bound" not in str(report)
+
+
+def test_tasks_that_take_no_time() -> None:
+    report = report_of(run(("a", "x", 0, 0), ("b", "x", 2, 2)), after=FREE)
+    assert reason(report) == (HOST, 2.0) and "2000.000 ms, of one call." in str(report)
 
 
 def test_the_host_leaves_gaps() -> None:
