@@ -23,12 +23,19 @@ _ACCEPTED = "pass what Plan.to_json() or Document.to_json() gave, or a trace in 
 
 
 def read(path: str | Path) -> Document:
-    """The timeline in a file, whichever of the three it is. It may be gzipped, as profilers do."""
-    path = Path(path)
+    """The timeline in a file, whichever of the three it is."""
+    data = load(path)
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-        data = json.loads(text)
+        return _parsed(data, Path(path))
+    except DynaFlowError as e:
+        raise TimelineError(f"{path}: {e}", advice="" if e.advice else _ACCEPTED) from e
+
+
+def load(path: str | Path) -> Any:
+    """The JSON in a file. It may be gzipped, as profilers do."""
+    try:
+        raw = Path(path).read_bytes()
+        return json.loads((gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode())
     except OSError as e:
         reason = e.strerror or str(e)
         raise TimelineError(f"{path} can't be read: {reason}", advice="name a file that is there") from e
@@ -36,13 +43,9 @@ def read(path: str | Path) -> Document:
         raise TimelineError(f"{path} is cut off or damaged: {e}", advice="write it again") from e
     except ValueError as e:  # no JSON, or no text at all
         raise TimelineError(f"{path} is no JSON: {e}", advice=_ACCEPTED) from e
-    try:
-        return _parsed(data, text, path)
-    except DynaFlowError as e:
-        raise TimelineError(f"{path}: {e}", advice="" if e.advice else _ACCEPTED) from e
 
 
-def _parsed(data: Any, text: str, path: Path) -> Document:
+def _parsed(data: Any, path: Path) -> Document:
     name = path.name.removesuffix(".gz").removesuffix(".json")
     if isinstance(data, list):  # Chrome's format without its frame
         data = {"traceEvents": data}
@@ -51,7 +54,7 @@ def _parsed(data: Any, text: str, path: Path) -> Document:
     if isinstance(data, dict) and data.get("kind") == KIND:
         return Document.from_dict(data)
     if isinstance(data, dict) and "micro_batches" in data:
-        return of_plan(Plan.from_json(text), title=name)
+        return of_plan(Plan.from_json(json.dumps(data)), title=name)
     raise TimelineError("neither a plan, nor a timeline, nor a trace", advice=_ACCEPTED)
 
 

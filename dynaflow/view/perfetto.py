@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynaflow.errors import TimelineError
 from dynaflow.view.document import Document
+from dynaflow.view.files import load
 
 if TYPE_CHECKING:
     from dynaflow.recording import Call
@@ -109,11 +108,7 @@ def _profile(given: Any) -> Mapping[str, Any]:
             given.export_chrome_trace(str(path))
             return _profile(path)
     if isinstance(given, str | Path):
-        try:
-            raw = Path(given).read_bytes()
-            given = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        except (OSError, EOFError, ValueError) as e:
-            raise TimelineError(f"{given} can't be read: {e}", advice="name a trace of torch.profiler's") from e
+        given = load(given)
     if not isinstance(given, Mapping) or not isinstance(given.get("traceEvents"), list):
         raise TimelineError("the profile has no traceEvents", advice="pass a torch.profiler.profile, or its trace")
     return given

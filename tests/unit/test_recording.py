@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 import weakref
@@ -525,7 +526,10 @@ def test_a_profile_itself(line: Any, tmp_path: Path) -> None:
         fast(x)
     recording.save(tmp_path / "both.json", profile=profile)
     assert "aten::linear" in (tmp_path / "both.json").read_text()
-    for wrong, why in ((tmp_path / "none.json", "can't be read"), ({"no": 1}, "no traceEvents")):
+    damaged = tmp_path / "profile.json.gz"
+    damaged.write_bytes(gzip.compress(b"{}")[:10] + b"\xff" * 20)
+    missing = tmp_path / "none.json"
+    for wrong, why in ((missing, "can't be read"), (damaged, "damaged"), ({"no": 1}, "no traceEvents")):
         with pytest.raises(df.TimelineError, match=why):
             recording.trace(wrong)
 
