@@ -149,7 +149,7 @@ class Document:
                 lanes=tuple(lanes), tasks=tuple(tasks), counters=tuple(counters),
                 whole=whole and (float(whole[0]), float(whole[1])),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as e:
             raise _wrong(f"malformed timeline: {where}: {e!r}", "pass what Document.to_json() gave, unedited") from e
 
     @staticmethod

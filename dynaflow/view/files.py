@@ -121,7 +121,7 @@ def _task(event: Mapping[str, Any], lane: str, began: float, places: Mapping[int
         start=start / 1e6,
         end=(start + max(length, 0.0)) / 1e6,
         micro_batches=tuple(m for m in _list(args.get("micro_batches")) if isinstance(m, int)),
-        after=tuple(places[a] for a in _list(args.get("after")) if a in places),
+        after=tuple(places[a] for a in _list(args.get("after")) if isinstance(a, int) and a in places),
         tags=(event["cat"],) if event.get("cat") in _DEVICE_WORK else tuple(map(str, _list(args.get("tags")))),
         rows=rows if isinstance(rows, int) else None,
         bytes=moved if isinstance(moved, int) else None,

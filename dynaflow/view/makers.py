@@ -28,6 +28,10 @@ def of_plan(plan: Plan, graph: OpGraph | None = None, *, title: str = "") -> Doc
     A sequential plan has the operators of its graph; without the graph, nothing.
     """
     for i, task in enumerate(plan.tasks):
+        parts = {m for item in task.items for m in item.micro_batches}
+        if not task.items or not parts <= set(range(len(plan.micro_batches))):
+            raise PlanError(f"task {i} ({task}) runs nothing, or micro-batches that are not there",
+                            advice="check(plan, graph) says more")  # fmt: skip
         if any(not 0 <= a < i for a in task.after):
             raise PlanError(f"task {i} ({task}) waits for {list(task.after)}: not all of them come before it",
                             advice="check(plan, graph) says more")  # fmt: skip

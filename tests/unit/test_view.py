@@ -95,6 +95,7 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"source": "guessed"}, "planned, simulated, measured"),
         ({"format": 7}, "format 7"),
         ({"title": 3}, "expected a string"),
+        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "rows": float("inf")}]}, "OverflowError"),
     ],
 )
 def test_a_wrong_document_is_told(change: dict[str, Any], told: str) -> None:
@@ -120,6 +121,16 @@ def test_a_plan_that_waits_for_what_comes_later() -> None:
                  tasks=(plan.tasks[1], plan.tasks[0]))  # fmt: skip
     with pytest.raises(df.PlanError, match="not all of them come before"):
         of_plan(wrong)
+
+
+@pytest.mark.parametrize("items", [(), (Item(op="a", micro_batches=(2,)),), (Item(op="a", micro_batches=(-1,)),)])
+def test_a_plan_whose_parts_are_not_there(items: tuple[Item, ...], tmp_path: Path) -> None:
+    plan = small_plan()
+    wrong = Plan(graph="g", micro_batches=plan.micro_batches, lanes=plan.lanes,
+                 tasks=(Task(items=items, lane="compute"),))  # fmt: skip
+    (tmp_path / "plan.json").write_text(wrong.to_json())
+    with pytest.raises(df.TimelineError, match=r"plan\.json: task 0 .* that are not there"):
+        read(tmp_path / "plan.json")
 
 
 def test_a_plan_with_its_graph(stack: tuple[Any, Plan]) -> None:
@@ -268,6 +279,11 @@ def test_a_profiler_s_trace(tmp_path: Path) -> None:
     assert [t.op for t in made.tasks] == ["gemm", "gemm"], "one kind whatever the types, without the host's calls"
     assert made.length == pytest.approx(140e-6)
     assert of_trace({"traceEvents": events[:1]}).tasks[0].name == "aten::mm", "of a host alone, its calls"
+
+
+def test_a_trace_of_others_may_say_after_in_its_own_way() -> None:
+    said = {"ph": "X", "name": "a", "cat": "task", "ts": 0, "dur": 1, "args": {"task": 0, "after": [[1], "b", None]}}
+    assert of_trace({"traceEvents": [said]}).tasks[0].after == ()
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:
