@@ -7,9 +7,10 @@ import json
 import math
 import re
 import zlib
+from collections import Counter as Counts
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dynaflow.errors import DynaFlowError, TimelineError
 from dynaflow.schedule.plan import Lane, Plan
@@ -140,19 +141,24 @@ def _process(events: list[dict[str, Any]], pid: Any) -> str:
 
 
 def _counters(events: list[dict[str, Any]], began: float) -> tuple[Counter, ...]:
-    curves: dict[str, list[tuple[float, float]]] = {}
+    """Of each process its own."""
+    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for event in (e for e in events if e.get("ph") == "C"):
         for name, value in _args(event).items():
             if isinstance(value, int | float) and math.isfinite(value):
-                curves.setdefault(name, []).append(((_number(event, "ts") - began) / 1e6, float(value)))
+                moment = (_number(event, "ts") - began) / 1e6
+                curves.setdefault((name, str(event.get("pid"))), []).append((moment, float(value)))
+    many = Counts(name for name, _ in curves)
     return tuple(
-        Counter(name=name, points=tuple(sorted(points)), unit="fraction" if _share(points) else "count")
-        for name, points in curves.items()
-    )
+        Counter(name=f"{name} ({pid})" if many[name] > 1 else name, points=tuple(sorted(points)),
+                unit=_unit(name, points)) for (name, pid), points in curves.items()
+    )  # fmt: skip
 
 
-def _share(points: list[tuple[float, float]]) -> bool:
-    return all(0.0 <= value <= 1.0 + 1e-6 for _, value in points)
+def _unit(name: str, points: list[tuple[float, float]]) -> Literal["fraction", "bytes", "count"]:
+    if name == "allocated":  # as recordings call it
+        return "bytes"
+    return "fraction" if all(0.0 <= value <= 1.0 + 1e-6 for _, value in points) else "count"
 
 
 def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:

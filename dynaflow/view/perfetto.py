@@ -60,8 +60,9 @@ def trace_of(calls: Sequence[Shown]) -> dict[str, Any]:
                 events.append({"ph": "f", "bp": "e", **flow, **places[i], "ts": task.start * 1e6})
                 flows += 1
         for counter in document.counters:
-            process_id = places[0]["pid"]
-            events += [{"ph": "C", "pid": process_id, "name": counter.name, "ts": t * 1e6, "args": {counter.name: v}}
+            own = many and counter.unit == "fraction"  # threads that call at the same time have a share each
+            name = f"{counter.name} ({call.thread})" if own else counter.name
+            events += [{"ph": "C", "pid": places[0]["pid"], "name": name, "ts": t * 1e6, "args": {name: v}}
                        for t, v in counter.points]  # fmt: skip
         first += len(document.tasks)
     return {"traceEvents": [*rows.names(), *events], "displayTimeUnit": "ms", "otherData": {"source": "measured"}}

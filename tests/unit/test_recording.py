@@ -480,6 +480,37 @@ def test_a_trace_as_perfetto_wants_it(line: Any) -> None:
     assert {e["name"] for e in by["C"]} == {"sms"}
 
 
+def test_what_runs_at_the_same_time_has_curves_of_its_own() -> None:
+    """Mixed in one, the end of one call would say that nothing runs while another does."""
+    one, other = compiled(Line(), Lanes()), compiled(Stack(), Each(STACK_RULES, 2, lanes=2))
+
+    def call() -> None:
+        with torch.no_grad():
+            one(randn(6, 16))
+
+    call()
+    with df.record() as recording:
+        threads = [threading.Thread(target=call, name=name) for name in ("first", "second")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {c.name for c in of_trace(recording.trace()).counters} == {"sms (first)", "sms (second)"}
+    with torch.no_grad(), df.record() as recording:
+        one(randn(6, 16)), other(randn(6, 8))
+    assert {c.name for c in of_trace(recording.trace()).counters} == {"sms (2)", "sms (3)"}
+
+
+def test_memory_is_read_back_as_bytes(line: Any) -> None:
+    _, fast, x = line
+    with torch.no_grad(), df.record() as recording:
+        fast(x)
+    (plan,) = recording.plans
+    plan.calls = tuple(replace(call, memory=1 << 20) for call in plan.calls)
+    for document in (of_trace(recording.trace()), *recording.documents):
+        assert {c.name: c.unit for c in document.counters} == {"sms": "fraction", "allocated": "bytes"}
+
+
 def test_shares_are_a_curve() -> None:
     class Shared(Lanes):
         def schedule(self, ctx: df.ScheduleContext) -> None:
