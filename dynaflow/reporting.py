@@ -41,13 +41,15 @@ def reported_now(ready: PlanReady, engine: Engine, profile: Profile | None = Non
     grad = torch.is_grad_enabled() and ready.graph.graph.phase == "inference"
     cards = range(torch.cuda.device_count()) if device.type == "cuda" else []
     with torch.random.fork_rng(cards), torch.set_grad_enabled(grad):
-        for turn in range(WARM_UP + ROUNDS):  # a recording each: a CUDA graph tells its last launch alone
-            for name, marked in runs.items():
-                snapshot.restore()
-                recorded = _recorded(marked, trials.args, engine)
-                if turn >= WARM_UP:
-                    found[name].append(recorded)
-        snapshot.restore()
+        try:
+            for turn in range(WARM_UP + ROUNDS):  # a recording each: a CUDA graph tells its last launch alone
+                for name, marked in runs.items():
+                    snapshot.restore()
+                    recorded = _recorded(marked, trials.args, engine)
+                    if turn >= WARM_UP:
+                        found[name].append(recorded)
+        finally:
+            snapshot.restore()
     ours = sorted(found["plan"], key=_seconds)[ROUNDS // 2]
     sequence = statistics.median(map(_seconds, found["sequence"])) if "sequence" in found else None
     alone = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import threading
 import weakref
@@ -617,10 +618,19 @@ def test_what_a_report_runs_leaves_no_trace() -> None:
             self.calls += 1
             return super().forward(x)
 
+    ended = itertools.count()
+
+    def on_task(task: Any, moment: str) -> None:
+        if moment == "stop" and next(ended) == 40:  # in the midst of a report
+            raise ValueError("no")
+
     model = Counting()
-    fast = compiled(model, Lanes())
+    fast = compiled(model, Lanes(), on_task=on_task)
     with torch.no_grad():
         fast(randn(6, 16))
+        with pytest.raises(ValueError, match="no"):
+            fast.report(randn(6, 16))
+        assert model.calls.item() == 1, "nor if it fails"
         fast.report(randn(6, 16))
     assert model.calls.item() == 1
 
