@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,13 @@ def test_whatever_a_clock_says(found: list[tuple[str, int, int, list[int]]]) -> 
         for j, b in enumerate(tasks[:i]):
             if (a.lane, rows[i]) == (b.lane, rows[j]):
                 assert a.end <= b.start or b.end <= a.start, "no two are drawn over each other"
+
+
+def test_many_tasks_at_one_moment() -> None:
+    """Each is held up by the one before it, which is not looked for among all of them."""
+    began = time.perf_counter()
+    found = summarize(document(*(task(f"t{i}", "x", 0.0, 0.0) for i in range(6000))))
+    assert found.held == tuple(range(-1, 5999)) and time.perf_counter() - began < 2.0
 
 
 def test_one_scale_and_what_is_compared() -> None:
