@@ -268,7 +268,7 @@ class Recording:
     def _end(self) -> None:
         with self._lock:
             self.ended = time.perf_counter()
-        for device in self._bases:
+        for device in tuple(self._bases):  # a call that began before may still add one
             torch.cuda.synchronize(device)
         groups: dict[Any, tuple[list[Call], _Raw]] = {}
         read: set[int] = set()

@@ -432,6 +432,15 @@ def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.M
     assert recordings._events[device] == moments and recordings._taken(2, device) == moments[-2:]
 
 
+def test_a_recording_ends_while_a_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the first one on its device."""
+    with df.record() as recording:
+        late = lambda device: recording._bases.setdefault(torch.device("cuda", 1), (None, 0.0))  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "synchronize", late)
+        recording._bases[torch.device("cuda", 0)] = (None, 0.0)
+    assert recording.calls == ()
+
+
 # The trace
 
 
