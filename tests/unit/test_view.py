@@ -29,6 +29,7 @@ from dynaflow.view.files import of_trace, read
 from dynaflow.view.makers import of_plan, of_simulation, of_spans
 from dynaflow.view.page import baselines, levels, page, scales
 from dynaflow.view.summary import AFTER, BEFORE, BETWEEN, summarize
+from dynaflow.view.text import draw
 from tests.helpers import STACK_RULES, Each, Stack, compiled, graph_of
 
 
@@ -114,6 +115,15 @@ def test_a_plan_in_steps() -> None:
     assert made.tasks[3].name == "b[1]" and made.tasks[3].rows == 2 and made.tasks[3].after == (2,)
     assert made.lanes[1] == Lane(name="link", sms=16, priority=-1)
     assert not of_plan(in_sequence(small_plan())).tasks
+
+
+@pytest.mark.parametrize("spans", [None, [(float(i), i + 1.0) for i in range(6)]])
+@pytest.mark.parametrize("length", [105, 108, 120])
+def test_a_plan_whose_lane_has_a_long_name(length: int, spans: Any) -> None:
+    text = small_plan().to_json().replace("compute", "c" * length)
+    rows = draw(Plan.from_json(text), spans, 110).splitlines()
+    assert sum(row.startswith("c") and "A" in row.split("|")[1] for row in rows) == 1
+    assert "B" in "".join(row.split("|")[1] for row in rows if row.lstrip().startswith("link"))
 
 
 def test_a_plan_that_waits_for_what_comes_later() -> None:
