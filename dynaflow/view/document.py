@@ -97,6 +97,8 @@ class Document:
         for counter in self.counters:
             if not all(math.isfinite(x) for point in counter.points for x in point):
                 raise _wrong(f"the counter {counter.name} has a value that is no number", "leave such points out")
+            if any(later[0] < point[0] for point, later in zip(counter.points, counter.points[1:], strict=False)):
+                raise _wrong(f"the counter {counter.name} goes back in time", "sort its points")
 
     @property
     def unit(self) -> Literal["s", "steps"]:

@@ -93,6 +93,7 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"lanes": [{"name": "x"}, {"name": "x"}]}, "two lanes"),
         ({"counters": [{"name": "m", "points": [[0, float("inf")]]}]}, "counter m"),
         ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "uses": {"sms": float("nan")}}]}, "uses"),
+        ({"counters": [{"name": "m", "points": [[1, 0], [0, 1]]}]}, "counter m goes back"),
         ({"whole": [2, 1]}, "from 2.0 to 1.0"),
         ({"source": "guessed"}, "planned, simulated, measured"),
         ({"format": 7}, "format 7"),
