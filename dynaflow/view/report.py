@@ -30,8 +30,8 @@ ADVICE = {
     " those that others wait for come first.",
     CONTENTION: "Tasks take longer side by side than alone, since they want the same resource: pair operators that use"
     " different ones, hold one lane to a share of the SMs, or stay in sequence.",
-    HOST: "The device waits for the host: replay the plan as one CUDA graph (cudagraph=\"plan\"), cut less, or use"
-    " larger batches.",
+    HOST: "Lanes wait for the host: cut less, use larger batches, or, on a GPU, replay the plan as one CUDA graph"
+    " (cudagraph=\"plan\").",
     CUTS: "The pieces take longer than the uncut graph: cut at fewer operators, or split into fewer micro-batches.",
     LONGER: "All tasks together take longer than the uncut graph, side by side or by themselves: fast.report(**inputs)"
     " tells which, unless lanes have shares of the SMs.",

@@ -116,7 +116,7 @@ def test_tasks_that_take_no_time() -> None:
 def test_the_host_leaves_gaps() -> None:
     tasks = [("a", "x", 1, 2), ("b", "y", 3, 4), ("a", "x", 5, 6)]
     report = report_of(run(*tasks, whole=(0.0, 7.0)), after=FREE, sequence=3.0, alone=[1.0] * 3)
-    assert reason(report) == (HOST, 4.0)
+    assert reason(report) == (HOST, 4.0) and "on a GPU" in report.advice
 
 
 def test_the_host_issues_all_the_time() -> None:
