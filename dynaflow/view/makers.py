@@ -71,7 +71,6 @@ def of_spans(
     *,
     title: str = "",
     device: str = "",
-    counters: Sequence[Counter] = (),
     costs: Costs | None = None,
 ) -> Document:
     """A measured run: when each task of the plan started and ended, in seconds.
@@ -82,7 +81,7 @@ def of_spans(
     whole = _spelled_out(plan, graph)
     if plan.sequential and graph is None:
         whole = one_by_one(plan, ["model"])
-    return _document(plan, whole, spans, "measured", title, graph, costs=costs, device=device, counters=tuple(counters))
+    return _document(plan, whole, spans, "measured", title, graph, costs=costs, device=device)
 
 
 def _spelled_out(plan: Plan, graph: OpGraph | None) -> Plan:
