@@ -11,6 +11,7 @@ import json
 import statistics
 import threading
 import time
+import weakref
 from collections import Counter as Counts
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -54,14 +55,24 @@ def record(keep: int = KEPT) -> Iterator[Recording]:
     global now
     if keep < 1:
         raise RecordingError(f"keep={keep}", advice="keep one call of each plan at least")
-    if not _one.acquire(blocking=False):
-        raise RecordingError("a recording is on already", advice="one serves all models and threads: let it end first")
-    try:
-        recording = now = Recording(keep)
+    with unheard(keep) as recording:
+        now = recording
         try:
             yield recording
         finally:
             now = None
+
+
+@contextmanager
+def unheard(keep: int = KEPT) -> Iterator[Recording]:
+    """A recording that no model knows of: it holds what is run through it, and nothing of other threads."""
+    if not _one.acquire(blocking=False):  # a graph has one set of events: what two recordings would read
+        raise RecordingError("a recording is on already", advice="one serves all models and threads: let it end first")
+    try:
+        recording = Recording(keep)
+        try:
+            yield recording
+        finally:
             recording._end()
     finally:
         _one.release()
@@ -76,8 +87,8 @@ class _Raw(NamedTuple):
     end: float
     thread: str
     model: str
-    owner: int
-    """Which of the models of that name."""
+    owner: weakref.ref[Engine]
+    """Which of the models of that name. An address would be that of the next model once this one is gone."""
     memory: int | None
 
 
@@ -118,7 +129,7 @@ class Call:
 class Recorded:
     """The calls of one plan."""
 
-    def __init__(self, calls: list[Call], marks: Marks, owner: int) -> None:
+    def __init__(self, calls: list[Call], marks: Marks, owner: weakref.ref[Engine]) -> None:
         first = calls[0]
         self.owner = owner
         self.model, self.phase, self.plan, self.calls = first.model, first.phase, first.plan, tuple(calls)
@@ -144,6 +155,11 @@ class Recorded:
     def overlap(self) -> float:
         """Of the call that took the median time."""
         return self.median.overlap if self.median is not None else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All calls together: those of a CUDA graph whose times are not known took about as long as the others."""
+        return self.median.seconds * len(self.calls) if self.median is not None else 0.0
 
     @property
     def host(self) -> float:
@@ -235,7 +251,8 @@ class Recording:
         results = marked(args)
         end = time.perf_counter()
         memory = _allocated(device) if marks.cuda else None
-        raw = _Raw(marks, moments, begin, end, threading.current_thread().name, engine.name, id(engine), memory)
+        thread, owner = threading.current_thread().name, weakref.ref(engine)
+        raw = _Raw(marks, moments, begin, end, thread, engine.name, owner, memory)
         with self._lock:
             if self.ended is None:
                 kept = self._raw.setdefault(marks.key, deque())
@@ -251,14 +268,14 @@ class Recording:
     def _end(self) -> None:
         with self._lock:
             self.ended = time.perf_counter()
-        for device in self._bases:
+        for device in tuple(self._bases):  # a call that began before may still add one
             torch.cuda.synchronize(device)
-        groups: dict[Any, tuple[list[Call], Marks]] = {}
+        groups: dict[Any, tuple[list[Call], _Raw]] = {}
         read: set[int] = set()
         for raw in sorted((raw for kept in self._raw.values() for raw in kept), key=lambda raw: -raw.begin):
             call = self._call(raw, read)
-            groups.setdefault((raw.owner, call.phase, call.plan), ([], raw.marks))[0].append(call)
-        self._plans = [Recorded(calls[::-1], marks, owner) for (owner, *_), (calls, marks) in groups.items()]
+            groups.setdefault((id(raw.owner), call.phase, call.plan), ([], raw))[0].append(call)
+        self._plans = [Recorded(calls[::-1], raw.marks, raw.owner) for calls, raw in groups.values()]
         self._plans.sort(key=lambda plan: plan.calls[0].begin)
         for kept in self._raw.values():
             for raw in kept:
@@ -327,15 +344,14 @@ class Recording:
     def report(self, engine: Engine | None = None) -> Report:
         """Of the plan that took most of the time, of all models or of one. What the uncut graph takes is known if it
         was recorded too."""
-        found = [p for p in self.plans if p.timed and (engine is None or p.owner == id(engine))]
+        found = [p for p in self.plans if p.timed and (engine is None or p.owner() is engine)]
         if not found:
             raise RecordingError(f"no times of tasks were recorded: {self}", advice="call a compiled model inside")
-        most = max(found, key=lambda p: (not p.plan.sequential, sum(call.seconds for call in p.calls)))
-        sequence = [
-            p.timed[len(p.timed) // 2].seconds for p in found
-            if p.plan.sequential and p.plan.graph == most.plan.graph and p.plan.batch_size == most.plan.batch_size
-        ]  # fmt: skip
-        return reported(most, sequence=sequence[0] if sequence else None)
+        most = max(found, key=lambda p: (not p.plan.sequential, p.seconds))
+        like = (most.plan.graph, most.plan.batch_size)
+        uncut = [p for p in found if p.plan.sequential and (p.plan.graph, p.plan.batch_size) == like]
+        sequence = uncut[0].median.seconds if uncut and uncut[0].median else None
+        return reported(most, sequence=sequence)
 
     def __str__(self) -> str:
         if self.ended is None:

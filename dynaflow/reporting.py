@@ -10,7 +10,7 @@ import torch
 
 from dynaflow.errors import RecordingError
 from dynaflow.lower.lower import Lowered
-from dynaflow.recording import Recorded, record, reported
+from dynaflow.recording import Recorded, reported, unheard
 from dynaflow.schedule.base import Sequential
 from dynaflow.tune.cost import Costs, Profile
 from dynaflow.tune.device import device_for
@@ -41,13 +41,15 @@ def reported_now(ready: PlanReady, engine: Engine, profile: Profile | None = Non
     grad = torch.is_grad_enabled() and ready.graph.graph.phase == "inference"
     cards = range(torch.cuda.device_count()) if device.type == "cuda" else []
     with torch.random.fork_rng(cards), torch.set_grad_enabled(grad):
-        for turn in range(WARM_UP + ROUNDS):  # a recording each: a CUDA graph tells its last launch alone
-            for name, marked in runs.items():
-                snapshot.restore()
-                recorded = _recorded(marked, trials.args, engine)
-                if turn >= WARM_UP:
-                    found[name].append(recorded)
-        snapshot.restore()
+        try:
+            for turn in range(WARM_UP + ROUNDS):  # a recording each: a CUDA graph tells its last launch alone
+                for name, marked in runs.items():
+                    snapshot.restore()
+                    recorded = _recorded(marked, trials.args, engine)
+                    if turn >= WARM_UP:
+                        found[name].append(recorded)
+        finally:
+            snapshot.restore()
     ours = sorted(found["plan"], key=_seconds)[ROUNDS // 2]
     sequence = statistics.median(map(_seconds, found["sequence"])) if "sequence" in found else None
     alone = None
@@ -58,7 +60,7 @@ def reported_now(ready: PlanReady, engine: Engine, profile: Profile | None = Non
 
 
 def _recorded(marked: Lowered, args: Sequence[Any], engine: Engine) -> Recorded:
-    with record() as recording:
+    with unheard() as recording:
         recording.run(marked, list(args), engine)
     (recorded,) = recording.plans
     if not recorded.timed:

@@ -97,6 +97,8 @@ class Document:
         for counter in self.counters:
             if not all(math.isfinite(x) for point in counter.points for x in point):
                 raise _wrong(f"the counter {counter.name} has a value that is no number", "leave such points out")
+            if any(later[0] < point[0] for point, later in zip(counter.points, counter.points[1:], strict=False)):
+                raise _wrong(f"the counter {counter.name} goes back in time", "sort its points")
 
     @property
     def unit(self) -> Literal["s", "steps"]:
@@ -149,7 +151,7 @@ class Document:
                 lanes=tuple(lanes), tasks=tuple(tasks), counters=tuple(counters),
                 whole=whole and (float(whole[0]), float(whole[1])),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as e:
             raise _wrong(f"malformed timeline: {where}: {e!r}", "pass what Document.to_json() gave, unedited") from e
 
     @staticmethod

@@ -7,9 +7,10 @@ import json
 import math
 import re
 import zlib
+from collections import Counter as Counts
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dynaflow.errors import DynaFlowError, TimelineError
 from dynaflow.schedule.plan import Lane, Plan
@@ -23,12 +24,19 @@ _ACCEPTED = "pass what Plan.to_json() or Document.to_json() gave, or a trace in 
 
 
 def read(path: str | Path) -> Document:
-    """The timeline in a file, whichever of the three it is. It may be gzipped, as profilers do."""
-    path = Path(path)
+    """The timeline in a file, whichever of the three it is."""
+    data = load(path)
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-        data = json.loads(text)
+        return _parsed(data, Path(path))
+    except DynaFlowError as e:
+        raise TimelineError(f"{path}: {e}", advice="" if e.advice else _ACCEPTED) from e
+
+
+def load(path: str | Path) -> Any:
+    """The JSON in a file. It may be gzipped, as profilers do."""
+    try:
+        raw = Path(path).read_bytes()
+        return json.loads((gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode())
     except OSError as e:
         reason = e.strerror or str(e)
         raise TimelineError(f"{path} can't be read: {reason}", advice="name a file that is there") from e
@@ -36,13 +44,9 @@ def read(path: str | Path) -> Document:
         raise TimelineError(f"{path} is cut off or damaged: {e}", advice="write it again") from e
     except ValueError as e:  # no JSON, or no text at all
         raise TimelineError(f"{path} is no JSON: {e}", advice=_ACCEPTED) from e
-    try:
-        return _parsed(data, text, path)
-    except DynaFlowError as e:
-        raise TimelineError(f"{path}: {e}", advice="" if e.advice else _ACCEPTED) from e
 
 
-def _parsed(data: Any, text: str, path: Path) -> Document:
+def _parsed(data: Any, path: Path) -> Document:
     name = path.name.removesuffix(".gz").removesuffix(".json")
     if isinstance(data, list):  # Chrome's format without its frame
         data = {"traceEvents": data}
@@ -51,7 +55,7 @@ def _parsed(data: Any, text: str, path: Path) -> Document:
     if isinstance(data, dict) and data.get("kind") == KIND:
         return Document.from_dict(data)
     if isinstance(data, dict) and "micro_batches" in data:
-        return of_plan(Plan.from_json(text), title=name)
+        return of_plan(Plan.from_json(json.dumps(data)), title=name)
     raise TimelineError("neither a plan, nor a timeline, nor a trace", advice=_ACCEPTED)
 
 
@@ -118,7 +122,7 @@ def _task(event: Mapping[str, Any], lane: str, began: float, places: Mapping[int
         start=start / 1e6,
         end=(start + max(length, 0.0)) / 1e6,
         micro_batches=tuple(m for m in _list(args.get("micro_batches")) if isinstance(m, int)),
-        after=tuple(places[a] for a in _list(args.get("after")) if a in places),
+        after=tuple(places[a] for a in _list(args.get("after")) if isinstance(a, int) and a in places),
         tags=(event["cat"],) if event.get("cat") in _DEVICE_WORK else tuple(map(str, _list(args.get("tags")))),
         rows=rows if isinstance(rows, int) else None,
         bytes=moved if isinstance(moved, int) else None,
@@ -137,19 +141,24 @@ def _process(events: list[dict[str, Any]], pid: Any) -> str:
 
 
 def _counters(events: list[dict[str, Any]], began: float) -> tuple[Counter, ...]:
-    curves: dict[str, list[tuple[float, float]]] = {}
+    """Of each process its own."""
+    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for event in (e for e in events if e.get("ph") == "C"):
         for name, value in _args(event).items():
             if isinstance(value, int | float) and math.isfinite(value):
-                curves.setdefault(name, []).append(((_number(event, "ts") - began) / 1e6, float(value)))
+                moment = (_number(event, "ts") - began) / 1e6
+                curves.setdefault((name, str(event.get("pid"))), []).append((moment, float(value)))
+    many = Counts(name for name, _ in curves)
     return tuple(
-        Counter(name=name, points=tuple(sorted(points)), unit="fraction" if _share(points) else "count")
-        for name, points in curves.items()
-    )
+        Counter(name=f"{name} ({pid})" if many[name] > 1 else name, points=tuple(sorted(points)),
+                unit=_unit(name, points)) for (name, pid), points in curves.items()
+    )  # fmt: skip
 
 
-def _share(points: list[tuple[float, float]]) -> bool:
-    return all(0.0 <= value <= 1.0 + 1e-6 for _, value in points)
+def _unit(name: str, points: list[tuple[float, float]]) -> Literal["fraction", "bytes", "count"]:
+    if name == "allocated":  # as recordings call it
+        return "bytes"
+    return "fraction" if all(0.0 <= value <= 1.0 + 1e-6 for _, value in points) else "count"
 
 
 def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:

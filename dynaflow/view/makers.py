@@ -28,6 +28,10 @@ def of_plan(plan: Plan, graph: OpGraph | None = None, *, title: str = "") -> Doc
     A sequential plan has the operators of its graph; without the graph, nothing.
     """
     for i, task in enumerate(plan.tasks):
+        parts = {m for item in task.items for m in item.micro_batches}
+        if not task.items or not parts <= set(range(len(plan.micro_batches))):
+            raise PlanError(f"task {i} ({task}) runs nothing, or micro-batches that are not there",
+                            advice="check(plan, graph) says more")  # fmt: skip
         if any(not 0 <= a < i for a in task.after):
             raise PlanError(f"task {i} ({task}) waits for {list(task.after)}: not all of them come before it",
                             advice="check(plan, graph) says more")  # fmt: skip
@@ -67,7 +71,6 @@ def of_spans(
     *,
     title: str = "",
     device: str = "",
-    counters: Sequence[Counter] = (),
     costs: Costs | None = None,
 ) -> Document:
     """A measured run: when each task of the plan started and ended, in seconds.
@@ -78,7 +81,7 @@ def of_spans(
     whole = _spelled_out(plan, graph)
     if plan.sequential and graph is None:
         whole = one_by_one(plan, ["model"])
-    return _document(plan, whole, spans, "measured", title, graph, costs=costs, device=device, counters=tuple(counters))
+    return _document(plan, whole, spans, "measured", title, graph, costs=costs, device=device)
 
 
 def _spelled_out(plan: Plan, graph: OpGraph | None) -> Plan:

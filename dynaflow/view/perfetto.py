@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynaflow.errors import TimelineError
 from dynaflow.view.document import Document
+from dynaflow.view.files import load
 
 if TYPE_CHECKING:
     from dynaflow.recording import Call
@@ -61,8 +60,9 @@ def trace_of(calls: Sequence[Shown]) -> dict[str, Any]:
                 events.append({"ph": "f", "bp": "e", **flow, **places[i], "ts": task.start * 1e6})
                 flows += 1
         for counter in document.counters:
-            process_id = places[0]["pid"]
-            events += [{"ph": "C", "pid": process_id, "name": counter.name, "ts": t * 1e6, "args": {counter.name: v}}
+            own = many and counter.unit == "fraction"  # threads that call at the same time have a share each
+            name = f"{counter.name} ({call.thread})" if own else counter.name
+            events += [{"ph": "C", "pid": places[0]["pid"], "name": name, "ts": t * 1e6, "args": {name: v}}
                        for t, v in counter.points]  # fmt: skip
         first += len(document.tasks)
     return {"traceEvents": [*rows.names(), *events], "displayTimeUnit": "ms", "otherData": {"source": "measured"}}
@@ -109,11 +109,7 @@ def _profile(given: Any) -> Mapping[str, Any]:
             given.export_chrome_trace(str(path))
             return _profile(path)
     if isinstance(given, str | Path):
-        try:
-            raw = Path(given).read_bytes()
-            given = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        except (OSError, EOFError, ValueError) as e:
-            raise TimelineError(f"{given} can't be read: {e}", advice="name a trace of torch.profiler's") from e
+        given = load(given)
     if not isinstance(given, Mapping) or not isinstance(given.get("traceEvents"), list):
         raise TimelineError("the profile has no traceEvents", advice="pass a torch.profiler.profile, or its trace")
     return given

@@ -3,7 +3,8 @@
 A lane's time is busy or idle. Were the uncut sequence spread evenly over the lanes, each would take its part of it.
 What a run takes longer is time in which no lane runs (the host); time before a lane's first task and after its last
 one (fill and drain); time in which a lane has less to do than others, or waits for them (imbalance); and time by which
-tasks are longer: side by side than alone (contention), alone in pieces than uncut (cut cost).
+tasks are longer: side by side than alone (contention), alone in pieces than uncut (cut cost). Where none of that is
+lost, and the bound is further off, it takes more lanes to get there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dynaflow.view.text import Span
 
 FILL, IMBALANCE, CONTENTION = "fill and drain", "imbalance between lanes", "contention"
 HOST, CUTS, LONGER = "the host", "cut cost", "contention or cut cost"
+FEW = "too few lanes"
 
 ADVICE = {
     FILL: "Lanes start late and end early: split into more micro-batches, or give the first and the last operators of"
@@ -28,11 +30,13 @@ ADVICE = {
     " those that others wait for come first.",
     CONTENTION: "Tasks take longer side by side than alone, since they want the same resource: pair operators that use"
     " different ones, hold one lane to a share of the SMs, or stay in sequence.",
-    HOST: "The device waits for the host: replay the plan as one CUDA graph (cudagraph=\"plan\"), cut less, or use"
-    " larger batches.",
+    HOST: "Lanes wait for the host: cut less, use larger batches, or, on a GPU, replay the plan as one CUDA graph"
+    " (cudagraph=\"plan\").",
     CUTS: "The pieces take longer than the uncut graph: cut at fewer operators, or split into fewer micro-batches.",
-    LONGER: "All tasks together take longer than the uncut graph: fast.report(**inputs) tells whether side by side or"
-    " by themselves.",
+    LONGER: "All tasks together take longer than the uncut graph, side by side or by themselves: fast.report(**inputs)"
+    " tells which, unless lanes have shares of the SMs.",
+    FEW: "All lanes are busy all the time, and tasks that need nothing of each other still run one after the other:"
+    " spread them over more lanes, unless they want the same resource.",
 }  # fmt: skip
 
 AT_THE_BOUND = 0.03
@@ -112,7 +116,8 @@ class Report:
 
     def __str__(self) -> str:
         where = f" on {self.device}" if self.device else ""
-        lines = [f"{self.title}{where}: {_ms(self.seconds)}, the median of {self.calls} calls."]
+        of = "of one call" if self.calls == 1 else f"the median of {self.calls} calls"
+        lines = [f"{self.title}{where}: {_ms(self.seconds)}, {of}."]
         lanes = ", ".join(f"{name} {share:.0%}" for name, share in self.lanes.items())
         lines.append(f"Lanes were busy: {lanes}; together {self.overlap:.2f} of the time.")
         used = [f"{n} {u:.0%}" for n, u in sorted(self.resources.items(), key=lambda r: -r[1]) if u >= 0.005]
@@ -177,7 +182,7 @@ def report_of(
     found = _reasons(document, busy, host, sequence, alone)
     kept = [Reason(name, min(lost, rest)) for name, lost in found.items() if lost > 0.01 * seconds]
     reasons = tuple(sorted(kept, key=lambda reason: -reason.seconds))
-    return replace(made, reasons=reasons)
+    return replace(made, reasons=reasons or (Reason(FEW, rest),))
 
 
 def _reasons(
@@ -190,7 +195,7 @@ def _reasons(
     """Mean over the lanes that have work: the seconds lost to each."""
     lanes = [name for name in busy if busy[name] > 0]
     if not lanes:
-        return {}
+        return {HOST: document.length}
     tasks, whole = document.tasks, (document.begin, document.end)
     nobody = _gaps(union((t.start, t.end) for t in tasks), whole)
     most, count = max(busy[name] for name in lanes), len(lanes)
@@ -214,7 +219,7 @@ def _reasons(
         if sequence is not None:
             found[CUTS] = max(0.0, apart - sequence) / count
     elif sequence is not None:
-        found[LONGER] = max(0.0, total - sequence) / count
+        found[LONGER if count > 1 else CUTS] = max(0.0, total - sequence) / count
     return found
 
 

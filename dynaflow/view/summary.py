@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from dynaflow.view.document import Document, TimedTask
@@ -74,27 +74,24 @@ def summarize(document: Document) -> Summary:
 def _held(document: Document) -> tuple[int, ...]:
     """Of the tasks that one waits for, and the one before it on its lane, the one that ended last."""
     tasks, near = document.tasks, SAME * document.length
-    on: dict[str, list[int]] = defaultdict(list)
-    for i, task in enumerate(tasks):
-        on[task.lane].append(i)
-    ends: dict[str, list[float]] = {}
-    for lane, found in on.items():
-        found.sort(key=lambda i: (tasks[i].end, tasks[i].start, i))
-        ends[lane] = [tasks[i].end for i in found]
 
     def earlier(a: int, b: int) -> bool:
         return (tasks[a].start, a) < (tasks[b].start, b)  # so that no path goes in a circle, whatever a clock says
 
-    held = []
-    for i, task in enumerate(tasks):
-        at = bisect_right(ends[task.lane], task.start + near) - 1
-        while at >= 0 and not earlier(on[task.lane][at], i):
-            at -= 1
-        best = on[task.lane][at] if at >= 0 else -1
+    held = [-1] * len(tasks)
+    running: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+    ended: dict[str, tuple[float, float, int]] = {}
+    for i in sorted(range(len(tasks)), key=lambda i: (tasks[i].start, i)):
+        task = tasks[i]
+        on = running[task.lane]
+        while on and on[0][0] <= task.start + near:
+            ended[task.lane] = max(ended.get(task.lane, on[0]), heappop(on))
+        best = ended[task.lane][-1] if task.lane in ended else -1
         for a in task.after:
             if earlier(a, i) and (best < 0 or tasks[a].end > tasks[best].end + near):
                 best = a
-        held.append(best)
+        held[i] = best
+        heappush(on, (task.end, task.start, i))
     return tuple(held)
 
 

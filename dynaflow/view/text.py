@@ -10,6 +10,9 @@ from dynaflow.schedule.plan import Plan, Task
 
 Span = tuple[float, float]
 
+NARROWEST = 20
+"""Columns for the tasks, however long the names of lanes are."""
+
 
 def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> str:
     """`spans` are the tasks' measured starts and ends, in ms; without them every task counts as one step.
@@ -22,7 +25,7 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
     times = list(spans) if spans is not None else steps_of(plan)
     begin, end = min(s for s, _ in times), max(e for _, e in times)
     label = max(len(lane.name) for lane in plan.lanes)
-    columns = width - label - 2
+    columns = max(NARROWEST, width - label - 2)
     unit = 4 if spans is None else columns / max(end - begin, 1e-9)
     bands = max(1, -(-int((end - begin) * unit) // columns))
     rows = {lane.name: [" "] * (columns * bands + 1) for lane in plan.lanes}

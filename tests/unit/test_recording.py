@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import threading
+import weakref
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +238,24 @@ def test_two_models_and_two_threads() -> None:
     assert other.report(recording).title.startswith("Stack") and one.report(recording).title.startswith("Line")
 
 
+def test_a_model_that_is_gone_is_not_taken_for_the_next(line: Any) -> None:
+    """Which may well have its address."""
+    _, fast, x = line
+    marked = fast._engine.marked(plans_of(fast)[0])
+    with torch.no_grad():
+        given = arguments(fast, x)
+
+    class Gone:
+        name = "Line"
+
+    with torch.no_grad(), df.record() as recording:
+        for _ in range(30):
+            recording.run(marked, [*given], Gone())  # type: ignore[arg-type]
+    assert [len(plan.calls) for plan in recording.plans] == [1] * 30
+    with pytest.raises(df.RecordingError, match="no times of tasks"):
+        fast.report(recording)
+
+
 def test_training_has_both_passes() -> None:
     model = Stack()
     fast = compiled(model, Each(STACK_RULES, 2, lanes=2))
@@ -297,12 +318,42 @@ def test_launches_of_one_graph_have_one_set_of_times(line: Any) -> None:
     (lowered,) = plans_of(fast)
     marks = replace(fast._engine.marked(lowered).marks, own=True)
     moments = [float(i) for i in range(marks.count)]
+    owner = weakref.ref(fast._engine)
     with df.record() as recording:
-        calls = [recordings._Raw(marks, moments, i, i + 1.0, "thread", "Line", 0, None) for i in range(3)]
+        calls = [recordings._Raw(marks, moments, i, i + 1.0, "thread", "Line", owner, None) for i in range(3)]
         recording._raw[marks.key] = deque(calls)
     assert [bool(call.spans) for call in recording.calls] == [False, False, True]
     assert f"2 without the times of tasks: {recordings.AGAIN}" in str(recording)
     assert recording.plans[0].median is recording.calls[-1]
+
+
+def test_calls_without_times_count_for_what_took_most() -> None:
+    """Of a graph's launches only the last has times; there may be many of them all the same."""
+    calls = [(6, [2.0]), (4, [1.0, None, None])]
+    assert made_up(calls).report().title.startswith("Line: batch of 4")
+
+
+def test_both_sides_of_a_speed_up_are_medians() -> None:
+    """The same one: not the faster of two calls against the slower."""
+    fast = compiled(Line(), Lanes())
+    recording = made_up([(6, [1.0, 3.0])], fast)
+    fast.set_scheduler(Lanes(0))
+    sequence = made_up([(6, [1.0, 3.0])], fast)
+    recording._plans += sequence._plans
+    assert recording.report().speedup == 1.0
+
+
+def made_up(sizes: list[tuple[int, list[float | None]]], fast: Any = None) -> Any:
+    """A recording of calls that took so many seconds, by the size of their batch."""
+    fast = compiled(Line(), Lanes()) if fast is None else fast
+    with torch.no_grad(), df.record() as recording:
+        for size, _ in sizes:
+            fast(randn(size, 16))
+    for plan, (_, times) in zip(recording._plans, sizes, strict=True):
+        (call,) = plan.calls
+        spans = [() if t is None else ((0.0, t),) * len(call.spans) for t in times]
+        plan.calls = tuple(replace(call, spans=s) for s in spans)
+    return recording
 
 
 # On CUDA, as far as it can be told without
@@ -372,12 +423,22 @@ def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setitem(recordings._events, device, [])
     moments = [Mark("m", [], 2000.0 + i) for i in range(marks.count)]
+    owner = weakref.ref(fast._engine)
     with df.record() as recording:
         recording._bases[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
-        recording._raw[marks.key] = deque([recordings._Raw(marks, moments, 1.0, 2.0, "t", "Line", 0, 7)])
+        recording._raw[marks.key] = deque([recordings._Raw(marks, moments, 1.0, 2.0, "t", "Line", owner, 7)])
     (call,) = recording.calls
     assert call.spans == tuple((pytest.approx(1.5 + a / 1e3), pytest.approx(1.5 + b / 1e3)) for a, b in marks.spans)
     assert recordings._events[device] == moments and recordings._taken(2, device) == moments[-2:]
+
+
+def test_a_recording_ends_while_a_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the first one on its device."""
+    with df.record() as recording:
+        late = lambda device: recording._bases.setdefault(torch.device("cuda", 1), (None, 0.0))  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "synchronize", late)
+        recording._bases[torch.device("cuda", 0)] = (None, 0.0)
+    assert recording.calls == ()
 
 
 # The trace
@@ -429,6 +490,37 @@ def test_a_trace_as_perfetto_wants_it(line: Any) -> None:
     assert {e["name"] for e in by["C"]} == {"sms"}
 
 
+def test_what_runs_at_the_same_time_has_curves_of_its_own() -> None:
+    """Mixed in one, the end of one call would say that nothing runs while another does."""
+    one, other = compiled(Line(), Lanes()), compiled(Stack(), Each(STACK_RULES, 2, lanes=2))
+
+    def call() -> None:
+        with torch.no_grad():
+            one(randn(6, 16))
+
+    call()
+    with df.record() as recording:
+        threads = [threading.Thread(target=call, name=name) for name in ("first", "second")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {c.name for c in of_trace(recording.trace()).counters} == {"sms (first)", "sms (second)"}
+    with torch.no_grad(), df.record() as recording:
+        one(randn(6, 16)), other(randn(6, 8))
+    assert {c.name for c in of_trace(recording.trace()).counters} == {"sms (2)", "sms (3)"}
+
+
+def test_memory_is_read_back_as_bytes(line: Any) -> None:
+    _, fast, x = line
+    with torch.no_grad(), df.record() as recording:
+        fast(x)
+    (plan,) = recording.plans
+    plan.calls = tuple(replace(call, memory=1 << 20) for call in plan.calls)
+    for document in (of_trace(recording.trace()), *recording.documents):
+        assert {c.name: c.unit for c in document.counters} == {"sms": "fraction", "allocated": "bytes"}
+
+
 def test_shares_are_a_curve() -> None:
     class Shared(Lanes):
         def schedule(self, ctx: df.ScheduleContext) -> None:
@@ -475,7 +567,10 @@ def test_a_profile_itself(line: Any, tmp_path: Path) -> None:
         fast(x)
     recording.save(tmp_path / "both.json", profile=profile)
     assert "aten::linear" in (tmp_path / "both.json").read_text()
-    for wrong, why in ((tmp_path / "none.json", "can't be read"), ({"no": 1}, "no traceEvents")):
+    damaged = tmp_path / "profile.json.gz"
+    damaged.write_bytes(gzip.compress(b"{}")[:10] + b"\xff" * 20)
+    missing = tmp_path / "none.json"
+    for wrong, why in ((missing, "can't be read"), (damaged, "damaged"), ({"no": 1}, "no traceEvents")):
         with pytest.raises(df.TimelineError, match=why):
             recording.trace(wrong)
 
@@ -495,6 +590,15 @@ def test_a_report_on_inputs(line: Any) -> None:
     for part in ("Line: batch of 6 as [3, 3] on cpu", "by the cost model", "speed-up", "The bound is"):
         assert part in text
     assert fast.stats.plans == 2  # the sequence was made once
+
+
+def test_a_report_hears_nothing_of_other_models(line: Any) -> None:
+    """Other threads may call theirs meanwhile. A model that is called in a task of ours does so at a sure moment."""
+    _, other, x = line
+    fast = compiled(Line(), Lanes(), on_task=lambda task, moment: other(x))
+    with torch.no_grad():
+        report = fast.report(x)
+    assert report.title == "Line: batch of 6 as [3, 3]" and recordings.now is None
 
 
 def test_calls_in_a_row_compute_the_same(line: Any) -> None:
@@ -523,10 +627,19 @@ def test_what_a_report_runs_leaves_no_trace() -> None:
             self.calls += 1
             return super().forward(x)
 
+    ended = itertools.count()
+
+    def on_task(task: Any, moment: str) -> None:
+        if moment == "stop" and next(ended) == 40:  # in the midst of a report
+            raise ValueError("no")
+
     model = Counting()
-    fast = compiled(model, Lanes())
+    fast = compiled(model, Lanes(), on_task=on_task)
     with torch.no_grad():
         fast(randn(6, 16))
+        with pytest.raises(ValueError, match="no"):
+            fast.report(randn(6, 16))
+        assert model.calls.item() == 1, "nor if it fails"
         fast.report(randn(6, 16))
     assert model.calls.item() == 1
 

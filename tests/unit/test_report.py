@@ -13,6 +13,7 @@ from dynaflow.view.report import (
     ADVICE,
     CONTENTION,
     CUTS,
+    FEW,
     FILL,
     HOST,
     IMBALANCE,
@@ -92,10 +93,30 @@ def test_cuts_or_contention() -> None:
     assert reason(report)[0] == LONGER
 
 
+def test_one_lane_has_nobody_beside_it() -> None:
+    """What its tasks take longer than the uncut graph is what the cuts cost."""
+    report = report_of(run(("a", "x", 0, 1), ("b", "x", 1, 2)), after=FREE, sequence=1.5)
+    assert reason(report) == (CUTS, 0.5)
+
+
+@pytest.mark.parametrize("lanes", ["x", "xy"])
+def test_busy_lanes_are_not_the_bound(lanes: str) -> None:
+    """Nothing is lost, but tasks that need nothing of each other run one after the other."""
+    tasks = [("a", lane, i, i + 1) for i in (0, 1) for lane in lanes]
+    report = report_of(run(*tasks), after=FREE, sequence=float(len(tasks)), alone=[1.0] * len(tasks))
+    assert report.bound == 1 and reason(report) == (FEW, 1.0)
+    assert "50% of that speed" in str(report) and "It is at the bound" not in str(report)
+
+
+def test_tasks_that_take_no_time() -> None:
+    report = report_of(run(("a", "x", 0, 0), ("b", "x", 2, 2)), after=FREE)
+    assert reason(report) == (HOST, 2.0) and "2000.000 ms, of one call." in str(report)
+
+
 def test_the_host_leaves_gaps() -> None:
     tasks = [("a", "x", 1, 2), ("b", "y", 3, 4), ("a", "x", 5, 6)]
     report = report_of(run(*tasks, whole=(0.0, 7.0)), after=FREE, sequence=3.0, alone=[1.0] * 3)
-    assert reason(report) == (HOST, 4.0)
+    assert reason(report) == (HOST, 4.0) and "on a GPU" in report.advice
 
 
 def test_the_host_issues_all_the_time() -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from dynaflow.view.files import of_trace, read
 from dynaflow.view.makers import of_plan, of_simulation, of_spans
 from dynaflow.view.page import baselines, levels, page, scales
 from dynaflow.view.summary import AFTER, BEFORE, BETWEEN, summarize
+from dynaflow.view.text import draw
 from tests.helpers import STACK_RULES, Each, Stack, compiled, graph_of
 
 
@@ -91,10 +93,12 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"lanes": [{"name": "x"}, {"name": "x"}]}, "two lanes"),
         ({"counters": [{"name": "m", "points": [[0, float("inf")]]}]}, "counter m"),
         ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "uses": {"sms": float("nan")}}]}, "uses"),
+        ({"counters": [{"name": "m", "points": [[1, 0], [0, 1]]}]}, "counter m goes back"),
         ({"whole": [2, 1]}, "from 2.0 to 1.0"),
         ({"source": "guessed"}, "planned, simulated, measured"),
         ({"format": 7}, "format 7"),
         ({"title": 3}, "expected a string"),
+        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "rows": float("inf")}]}, "OverflowError"),
     ],
 )
 def test_a_wrong_document_is_told(change: dict[str, Any], told: str) -> None:
@@ -114,12 +118,31 @@ def test_a_plan_in_steps() -> None:
     assert not of_plan(in_sequence(small_plan())).tasks
 
 
+@pytest.mark.parametrize("spans", [None, [(float(i), i + 1.0) for i in range(6)]])
+@pytest.mark.parametrize("length", [105, 108, 120])
+def test_a_plan_whose_lane_has_a_long_name(length: int, spans: Any) -> None:
+    text = small_plan().to_json().replace("compute", "c" * length)
+    rows = draw(Plan.from_json(text), spans, 110).splitlines()
+    assert sum(row.startswith("c") and "A" in row.split("|")[1] for row in rows) == 1
+    assert "B" in "".join(row.split("|")[1] for row in rows if row.lstrip().startswith("link"))
+
+
 def test_a_plan_that_waits_for_what_comes_later() -> None:
     plan = small_plan()
     wrong = Plan(graph="g", micro_batches=plan.micro_batches, lanes=plan.lanes,
                  tasks=(plan.tasks[1], plan.tasks[0]))  # fmt: skip
     with pytest.raises(df.PlanError, match="not all of them come before"):
         of_plan(wrong)
+
+
+@pytest.mark.parametrize("items", [(), (Item(op="a", micro_batches=(2,)),), (Item(op="a", micro_batches=(-1,)),)])
+def test_a_plan_whose_parts_are_not_there(items: tuple[Item, ...], tmp_path: Path) -> None:
+    plan = small_plan()
+    wrong = Plan(graph="g", micro_batches=plan.micro_batches, lanes=plan.lanes,
+                 tasks=(Task(items=items, lane="compute"),))  # fmt: skip
+    (tmp_path / "plan.json").write_text(wrong.to_json())
+    with pytest.raises(df.TimelineError, match=r"plan\.json: task 0 .* that are not there"):
+        read(tmp_path / "plan.json")
 
 
 def test_a_plan_with_its_graph(stack: tuple[Any, Plan]) -> None:
@@ -222,6 +245,13 @@ def test_whatever_a_clock_says(found: list[tuple[str, int, int, list[int]]]) -> 
                 assert a.end <= b.start or b.end <= a.start, "no two are drawn over each other"
 
 
+def test_many_tasks_at_one_moment() -> None:
+    """Each is held up by the one before it, which is not looked for among all of them."""
+    began = time.perf_counter()
+    found = summarize(document(*(task(f"t{i}", "x", 0.0, 0.0) for i in range(6000))))
+    assert found.held == tuple(range(-1, 5999)) and time.perf_counter() - began < 2.0
+
+
 def test_one_scale_and_what_is_compared() -> None:
     planned = of_plan(small_plan())
     short, long = document(task("a", "x", 0.0, 1.0)), document(task("a", "x", 2.0, 10.0))
@@ -268,6 +298,11 @@ def test_a_profiler_s_trace(tmp_path: Path) -> None:
     assert [t.op for t in made.tasks] == ["gemm", "gemm"], "one kind whatever the types, without the host's calls"
     assert made.length == pytest.approx(140e-6)
     assert of_trace({"traceEvents": events[:1]}).tasks[0].name == "aten::mm", "of a host alone, its calls"
+
+
+def test_a_trace_of_others_may_say_after_in_its_own_way() -> None:
+    said = {"ph": "X", "name": "a", "cat": "task", "ts": 0, "dur": 1, "args": {"task": 0, "after": [[1], "b", None]}}
+    assert of_trace({"traceEvents": [said]}).tasks[0].after == ()
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ const page = (() => {
 
   function reveal(timeline, i) {
     const start = timeline.start(i), end = timeline.end(i), range = view.to - view.from;
-    if (end < view.from || start > view.to || (end - start) > range) look(start - range * 0.4, start + range * 0.6);
+    if (end < view.from || start > view.to) look(start - range * 0.4, start + range * 0.6);
   }
 
   // What is selected
