@@ -379,7 +379,7 @@ def test_twenty_thousand_tasks(show: Callable[..., Any], capsys: pytest.CaptureF
     with capsys.disabled():
         print(f"\n20,000 tasks: opened in {opened:.1f} s; a frame takes {frame:.1f} ms, of which drawing {drawing:.1f} "
               f"(medians), the longest {max(told['times']):.0f}")  # fmt: skip
-    assert drawing < 16 and frame < 100, "no stutter"
+    assert drawing < 16 and frame < 250, "no stutter"
     keys(found, "0")
     click(found, 0, 9_999)
     assert "layers." in details(found)
