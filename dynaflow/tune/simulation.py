@@ -76,7 +76,12 @@ class Simulation:
         head = f"{self.seconds * 1e3:.3f} ms on {self.device}, limited by {self.limit}; in use: {uses or 'nothing'}"
         if self.plan.sequential:
             return f"{head}\n(the uncut graph, in sequence: {len(self.spans)} operators)"
-        return f"{head}\n{draw(self.plan, [(s.start * 1e3, s.end * 1e3) for s in self.spans])}"
+        return f"{head}\n{self.draw()}"
+
+    def draw(self, width: int = 110) -> str:
+        """The timeline in the terminal."""
+        spans = None if self.plan.sequential else [(s.start * 1e3, s.end * 1e3) for s in self.spans]
+        return draw(self.plan, spans, width)
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """For Perfetto or chrome://tracing: a row for each lane, a curve for each resource. Times are microseconds."""

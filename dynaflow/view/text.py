@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import textwrap
 from collections.abc import Sequence
 
 from dynaflow.schedule.plan import Plan, Task
@@ -23,6 +24,8 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
     begin, end = min(s for s, _ in times), max(e for _, e in times)
     label = max(len(lane.name) for lane in plan.lanes)
     columns = width - label - 2
+    if spans is None:
+        columns -= columns % 4  # no step is cut where a row ends
     unit = 4 if spans is None else columns / max(end - begin, 1e-9)
     bands = max(1, -(-int((end - begin) * unit) // columns))
     rows = {lane.name: [" "] * (columns * bands + 1) for lane in plan.lanes}
@@ -39,9 +42,14 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
             lines.append(f"{lane.name:>{label}} |{part}")
         if bands > 1 and band < bands - 1:
             lines.append("")
-    legend = ", ".join(f"{letter} {kind}" for kind, letter in letters.items())
+    legend = ", ".join(f"{letter}\0{kind}" for kind, letter in letters.items())  # a letter stays with its name
     scale = "" if spans is None else f"   ({end - begin:.2f} ms)"
-    return "\n".join([*lines, f"{'':>{label}}  {legend}{scale}"])
+    indent = " " * (label + 2)
+    lines += textwrap.wrap(
+        legend + scale, width, initial_indent=indent, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return "\n".join(lines).replace("\0", " ")
 
 
 def steps_of(plan: Plan) -> list[Span]:

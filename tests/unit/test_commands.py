@@ -113,6 +113,46 @@ def test_demo() -> None:
     assert all(row["agrees"] and row["ms"] > 0 and row["plain_ms"] > 0 for row in rows)
 
 
+# Widths
+
+MEASURED = [f"{__name__}:own", "--strategy", f"{__name__}:Beside", "--operators", "eager", "--seconds", "0.1"]
+WHOLE = {
+    "plan": (["llama-tiny", "--layers", "1"], ["self_attn.", "scaled_dot_product_attention", " memory ", " yes "]),
+    "doctor": ([], ['operators="inductor",', "transformers", torch.__version__]),
+    "simulate": (["llama-tiny", "--strategy", "optimizer_beside"], ["optimizer_beside", "limited by", "compute"]),
+    "list": ([], ["deepseek-v2-lite", "DeepseekV2ForCausalLM", "optimizer_beside"]),
+    "run": (MEASURED, ["plain model", "against sequence", "tests.unit.test_commands:Beside", "micro-batches"]),
+    "tune": (["llama-tiny", "--layers", "1", "--seconds", "0", *EAGER], ["nanoflow(parts=2)", "limited by"]),
+}  # fmt: skip
+"""A command's arguments, and what it may not break."""
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("name", WHOLE)
+def test_lines_fit_the_terminal_and_words_stay_whole(name: str, columns: int) -> None:
+    arguments, whole = WHOLE[name]
+    found = CliRunner().invoke(app, [name, *arguments], env={"COLUMNS": str(columns)})
+    assert found.exit_code == 0, (found.output, found.exception)
+    assert max(map(len, found.stdout.splitlines())) <= columns
+    assert [word for word in whole if word not in found.stdout] == []
+    assert "…" not in found.stdout
+
+
+def test_a_pipe_gets_all_of_it_whatever_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = CliRunner().invoke(app, ["plan", "llama-tiny", "--layers", "1"]).stdout.splitlines()
+    (row,) = [line.split() for line in lines if line.startswith(" 9 ")]
+    attention = "model.layers.0.self_attn.scaled_dot_product_attention"
+    assert row[:6] == ["9", attention, "memory", "0", "4", "memory"]
+
+
+def test_a_drawing_is_folded_between_steps_and_names() -> None:
+    found = CliRunner().invoke(app, ["plan", "llama-tiny", "--layers", "4"], env={"COLUMNS": "70"})
+    drawn = [line for line in found.stdout.splitlines() if " |" in line or line.startswith("compute |")]
+    assert len(drawn) == 4 and all(line.count("[") == line.count("]") for line in drawn)
+    assert "E model.layers.*.self_attn.scaled_dot_product_attention" in found.stdout
+
+
 # Models, by their three names
 
 
