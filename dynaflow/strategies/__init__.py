@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,29 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as e:
-        raise ScheduleError(f"strategy {name!r}: {e}", advice=f"its options are {inspect.signature(kind)}") from None
+        known = inspect.signature(kind).parameters
+        wrong = next((option for option in options if option not in known), None)
+        what = f"strategy {name!r} has no option {wrong!r}" if wrong else f"strategy {name!r}: {e}"
+        raise ScheduleError(what, advice=f"{_meant(wrong or '', known)}{_told(known.values())}") from None
     made: OpSchedulerBase = kind(**options)
     return made
 
 
+def _meant(wanted: str, names: Iterable[str]) -> str:
+    return "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(wanted, names, n=1))
+
+
+def _told(options: Iterable[inspect.Parameter]) -> str:
+    """With their defaults, as they are written; but not those that are as long as a list of patterns."""
+    usual = {o.name: "" if o.default is o.empty else f"={o.default!r}" for o in options}
+    shown = [f"{name}{text if len(text) <= 30 else '=...'}" for name, text in usual.items()]
+    return f"its options are {', '.join(shown)}" if shown else "it has no options: leave them out"
+
+
 def _strategy(name: str) -> Any:
     if name not in CLASSES:
-        close = "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(name, CLASSES, n=1))
-        raise ScheduleError(
-            f"no strategy {name!r}", advice=f"{close}There are {', '.join(CLASSES)}; or pass a scheduler"
-        )
+        there = f"there are {', '.join(CLASSES)}; or a scheduler of yours, as module:Class"
+        raise ScheduleError(f"no strategy {name!r}", advice=f"{_meant(name, CLASSES)}{there}")
     return getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])
 
 
