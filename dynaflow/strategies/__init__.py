@@ -6,10 +6,10 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dynaflow.errors import ScheduleError
+from dynaflow.imported import imported
 
 if TYPE_CHECKING:
     from dynaflow.schedule.base import OpSchedulerBase
@@ -31,7 +31,7 @@ CLASSES = {
 
 
 def make(name: str, **options: Any) -> OpSchedulerBase:
-    """The strategy of this name, or the scheduler of your own at `module:Class`."""
+    """The strategy of this name, or the scheduler of your own at `module:Class` or `file.py:Class`."""
     kind = _own(name) if ":" in name else _strategy(name)
     try:
         inspect.signature(kind).bind(**options)
@@ -57,7 +57,7 @@ def _told(options: Iterable[inspect.Parameter]) -> str:
 
 def _strategy(name: str) -> Any:
     if name not in CLASSES:
-        there = f"there are {', '.join(CLASSES)}; or a scheduler of yours, as module:Class"
+        there = f"there are {', '.join(CLASSES)}; or a scheduler of yours, as module:Class or file.py:Class"
         raise ScheduleError(f"no strategy {name!r}", advice=f"{_meant(name, CLASSES)}{there}")
     return getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])
 
@@ -65,11 +65,7 @@ def _strategy(name: str) -> Any:
 def _own(name: str) -> Any:
     from dynaflow.schedule.base import OpSchedulerBase
 
-    module, _, path = name.partition(":")
-    try:
-        kind = attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ScheduleError(f"no scheduler {name!r}: {e}", advice='name a class as "package.module:Class"') from e
+    kind = imported(name, "scheduler", ScheduleError)
     if not (isinstance(kind, type) and issubclass(kind, OpSchedulerBase)):
         raise ScheduleError(f"{name!r} is no scheduler", advice="name a subclass of dynaflow.OpSchedulerBase")
     return kind

@@ -72,7 +72,7 @@ def test_the_names_that_there_are() -> None:
         (["--model", "lama-3"], "there are llama-3-8b"),
         (["--device", "h300"], "no device is named 'h300'"),
         (["--strategy", "nanoflows"], "nanoflow"),
-        (["--strategy", "nowhere:Class"], "no scheduler 'nowhere:Class'"),
+        (["--strategy", "nowhere:Class"], "no scheduler at 'nowhere:Class': No module named 'nowhere'"),
         (["--strategy", f"{__name__}:NoScheduler"], "is no scheduler"),
         (["--option", "part=3"], "'nanoflow' has no option 'part' what to do: did you mean 'parts'? its"),
         (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "did you mean 'parts'? its options are parts=2"),

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import dynaflow as df
 from dynaflow.cli import app, doctor, main
+from dynaflow.strategies import make
 
 GOLDEN = Path(__file__).parent / "golden" / "commands.txt"
 HERE = __name__
@@ -227,6 +228,41 @@ def test_a_file_is_as_good_as_a_module(tmp_path: Path) -> None:
     assert called("plan", "elsewhere/of_mine.py:mine")["inputs"] == {"input": [2, 4]}
 
 
+def test_a_scheduler_in_a_file_is_as_good_as_in_a_module(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    lines = ["import dynaflow as df", "class Mine(df.Sequential):", "    def __init__(self, x=1): self.x = x"]
+    (folder / "scheduler_of_mine.py").write_text("\n".join(lines))
+    path = "elsewhere/scheduler_of_mine.py:Mine"
+    assert called("plan", f"{HERE}:own", "--strategy", path, "--option", "x=2")["strategy"] == path
+    assert make(path, x=3).x == 3  # type: ignore[attr-defined]
+
+
+def test_a_file_that_is_named_as_another_module_is_not_mistaken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "json.py").write_text("def mine(): ...")
+    assert "rename the file" in fails(monkeypatch, capsys, "plan", "json.py:mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import torch\nimport no_such_package", "No module named 'no_such_package' at: {file}:2"),
+        ("import torch\n1 / 0", "ZeroDivisionError: division by zero at: {file}:2"),
+        ("def mine(:", "SyntaxError: invalid syntax"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_module_whose_import_fails(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "failing_import.py"
+    file.write_text(text)
+    for arguments in (["failing_import:mine"], ["llama-tiny", "--strategy", "failing_import.py:Mine"]):
+        assert told.format(file=file) in fails(monkeypatch, capsys, "plan", *arguments)
+
+
 def test_plan_says_why_nothing_is_cut() -> None:
     found = CliRunner().invoke(app, ["plan", f"{HERE}:own", "--strategy", "nanoflow"])
     assert found.exit_code == 0 and "finds no operators that it knows" in found.stdout
@@ -359,9 +395,12 @@ def test_list_as_json() -> None:
     ("arguments", "told"),
     [
         (["plan", "lama-tiny"], "there are llama-tiny"),
-        (["plan", "nowhere:nothing"], "nothing at 'nowhere:nothing'"),
-        (["plan", "nowhere.py:nothing"], "file.py:name"),
+        (["plan", "nowhere:nothing"], "no function at 'nowhere:nothing': No module named"),
+        (["plan", "nowhere.py:nothing"], "there is no file nowhere.py"),
+        (["plan", "llama-tiny", "--strategy", "nowhere.py:Nothing"], "no scheduler at 'nowhere.py:Nothing': there"),
+        (["plan", "llama-tiny", "--strategy", f"{HERE}:Besides"], "by the nearest names: Beside"),
         (["plan", f"{HERE}:to_little"], "by the nearest names: too_little"),
+        (["plan", ":nothing"], "no function at ':nothing'"),
         (["plan", f"{HERE}:no_model"], "return a model and its keyword arguments"),
         (["plan", f"{HERE}:a_tensor"], "returned a model and Tensor"),
         (["plan", f"{HERE}:too_little"], "gave nothing, but Linear takes input: missing a required argument: 'input'"),
