@@ -19,7 +19,7 @@ class Tried:
     predicted: float | None = None
     """Seconds, by the simulator."""
     limit: str = ""
-    """What holds it up, by the simulator."""
+    """What holds it up, by the simulator, in words."""
     measured: Timing | None = None
     problem: str = ""
     """Why it was not tried further."""

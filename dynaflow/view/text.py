@@ -68,6 +68,15 @@ def kind_of(op: str) -> str:
     return re.sub(r"\b\d+\b", "*", re.sub(r"#\d+", "", op))
 
 
+def resource_in_words(name: str, device: str) -> str:
+    """What the cost model calls SMs are a CPU's cores. Files and results keep the name."""
+    return "cores" if name == "sms" and on_cpu(device) else name
+
+
+def on_cpu(device: str) -> bool:
+    return device.partition(":")[0] == "cpu"
+
+
 def _kind(task: Task) -> str:
     return kind_of(" + ".join(item.op for item in task.items))
 
