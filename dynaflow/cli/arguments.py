@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -108,6 +110,9 @@ def _own(name: str) -> Given:
     if not isinstance(found, tuple) or len(found) != 2:
         raise DynaFlowError(f"{name} returned {type(found).__name__}", advice=advice)
     model, inputs = found
+    if isinstance(model, type) or not callable(model):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise DynaFlowError(f"{name} returned {kind} in place of a model", advice=advice)
     situations = inputs if isinstance(inputs, list) else [inputs]
     if not situations or not all(isinstance(given, dict) for given in situations):
         kinds = ", ".join(dict.fromkeys(type(given).__name__ for given in situations)) or "an empty list"
@@ -115,6 +120,24 @@ def _own(name: str) -> Given:
     for given in situations:
         _bind(name, model, given)
     return Given(name=name, model=model, situations=situations)
+
+
+@contextlib.contextmanager
+def at_fault(given: Given, inputs: dict[str, Any] | None = None) -> Iterator[None]:
+    """Tells of a failure that is the model's own: it fails without us, too. Others are ours, with all their lines."""
+    try:
+        yield
+    except DynaFlowError:
+        raise
+    except Exception as e:
+        try:
+            given.model(**(inputs or given.inputs))
+        except Exception as own:
+            raise DynaFlowError(
+                f"the model of {given.name} fails by itself: {type(own).__name__}: {own}", line=raised_at(own),
+                advice="mend the model, or what it is given: it is called with its keyword arguments alone",
+            ) from e  # fmt: skip
+        raise
 
 
 def _bind(name: str, model: Any, inputs: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class _Output(Console):
         return max(self.width, 60) if self.bounded else 110
 
 
-out, errors = _Output(), Console(stderr=True)
+out, errors = _Output(), _Output(stderr=True)
 
 
 class Folded:
@@ -101,9 +101,15 @@ def nothing_else(as_json: bool) -> Iterator[None]:
         yield
 
 
+def can_write(*paths: Path | None) -> None:
+    """Asked before the work is done that would be lost."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise DynaFlowError(f"{path} can't be written", advice=f"make the folder {path.parent} first")
+
+
 def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as e:
-        advice = "name another place" if path.parent.is_dir() else f"make the folder {path.parent} first"
-        raise DynaFlowError(f"{path} can't be written: {e.strerror}", advice=advice) from e
+        raise DynaFlowError(f"{path} can't be written: {e.strerror}", advice="name another place") from e

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.cli import arguments as of
-from dynaflow.cli.output import Folded, nothing_else, out, print_json, show, table, verbatim, write
+from dynaflow.cli.output import Folded, can_write, nothing_else, out, print_json, show, table, verbatim, write
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.context import ScheduleContext
 from dynaflow.schedule.plan import Plan
@@ -54,13 +54,16 @@ def plan(
 
     Nothing runs, and a model that has a name is built without weights. By default 8 prompts of 64 tokens.
     """
+    can_write(out_file, page)
+    target = device_named(device)
     lines: list[str] = []
     with nothing_else(as_json), _asked():
         scheduler = _noting(of.scheduler_named(strategy, option), lines)
         given = of.given(
             model, device=torch.device("meta"), batch=batch, prompt=prompt, context=context, layers=layers
         )
-        graph, made = capture(given.model, scheduler, given.inputs, device_named(device))
+        with of.at_fault(given):
+            graph, made = capture(given.model, scheduler, given.inputs, target)
     document = of_plan(made, graph, title=f"{given.title}: {strategy}")
     rows = _rows(document, graph, lines if len(lines) == len(made.tasks) else [])
     if out_file is not None:
@@ -181,6 +184,8 @@ def _show(title: str, made: Plan, rows: list[dict[str, Any]], graph: OpGraph) ->
 
 def _why(strategy: str, graph: OpGraph, model: Any) -> str:
     """The reasons for a plan without tasks."""
+    if strategy == "sequential":
+        return "sequential leaves the model as it is"
     if len(graph.ops) > 1:
         return f"{strategy} stays in sequence here: it finds nothing worth running side by side for this batch"
     own = _joined(name for name, _ in getattr(model, "named_children", tuple)())

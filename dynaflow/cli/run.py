@@ -46,8 +46,8 @@ def run(
 
     Weights are random. By default 8 prompts of 64 tokens. Exit code 1 if the results differ.
     """
-    scheduler = of.scheduler_named(strategy, option)
     with nothing_else(as_json), torch.no_grad():
+        scheduler = of.scheduler_named(strategy, option)
         given = of.given(
             model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
         )
@@ -55,7 +55,8 @@ def run(
         restore, where = restorer(inputs), device_of(plain, inputs)
         graphs: Any = {"cudagraph": cudagraph, "operators": operators}
         sequence, fast = df.compile(plain, "sequential", **graphs), df.compile(plain, scheduler, **graphs)
-        problem = _difference(plain, fast, inputs, restore)
+        with of.at_fault(given):
+            problem = _difference(plain, fast, inputs, restore)
         made = fast.plan(**inputs)
         if problem is None:
             runs = [lambda m=m: m(**inputs) for m in (sequence, plain, fast)]
@@ -89,7 +90,7 @@ def run(
         if any(m.training and "Dropout" in type(m).__name__ for m in modules):
             advice = "the model is in training mode, and drops others at each call: return model.eval()"
         errors.print(f"{strategy} gives other results than the plain model: {problem}\n  what to do: {advice}",
-                     style="red", markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+                     style="red", markup=False, highlight=False)  # fmt: skip
         raise typer.Exit(1)
 
 

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from dynaflow.cli import arguments as of
-from dynaflow.cli.output import Folded, nothing_else, out, print_json, show, table, verbatim, write
+from dynaflow.cli.output import Folded, can_write, nothing_else, out, print_json, show, table, verbatim, write
 from dynaflow.errors import DynaFlowError
 from dynaflow.models.build import Situation
 from dynaflow.tune import shapes
@@ -60,14 +60,16 @@ def simulate(
     if tp > 1 and ep > 1:
         raise DynaFlowError("a model is shared by tp or by ep, not both", advice="leave one of them at 1")
     where = _device(device, max(tp, ep), link)
-    scheduler = of.scheduler_named(strategy, option)
+    can_write(trace, page)
     start = time.perf_counter()
     with nothing_else(as_json):
+        scheduler = of.scheduler_named(strategy, option)
         given = of.given(
             named or model, device=torch.device("meta"), batch=batch, prompt=prompt, context=context, layers=layers,
             usual=Situation(), attention=attention, tp=tp, ep=ep,  # type: ignore[arg-type]
         )  # fmt: skip
-        graph, plan = shapes.capture(given.model, scheduler, given.inputs, where)
+        with of.at_fault(given):
+            graph, plan = shapes.capture(given.model, scheduler, given.inputs, where)
         captured = time.perf_counter()
         costs = Costs(graph, where)
         before = run(shapes.in_sequence(plan), graph, costs, where, cudagraph=cudagraph)

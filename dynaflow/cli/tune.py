@@ -46,7 +46,8 @@ def tune(
         options = {"seconds": seconds, "most": most, "progress": True}
         fast = df.compile(given.model, "auto", scheduler_options=options, cudagraph=cudagraph, operators=operators)  # type: ignore[arg-type]
         for inputs in given.situations:
-            found = fast.explain(**inputs).decision
+            with of.at_fault(given, inputs):
+                found = fast.explain(**inputs).decision
             out.print(f"[bold]{of.described(inputs)}[/bold]")
             _show(found)
             chosen.append((of.sizes(inputs), found.chosen))

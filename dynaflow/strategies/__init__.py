@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from dynaflow.errors import ScheduleError
+from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
 from dynaflow.imported import imported
 
 if TYPE_CHECKING:
@@ -40,7 +40,14 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
         wrong = next((option for option in options if option not in known), None)
         what = f"strategy {name!r} has no option {wrong!r}" if wrong else f"strategy {name!r}: {e}"
         raise ScheduleError(what, advice=f"{_meant(wrong or '', known)}{_told(known.values())}") from None
-    made: OpSchedulerBase = kind(**options)
+    try:
+        made: OpSchedulerBase = kind(**options)
+    except DynaFlowError:
+        raise
+    except Exception as e:
+        told = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        what = f"strategy {name!r} can't be made with {told or 'no options'}: {type(e).__name__}: {e}"
+        raise ScheduleError(what, line=raised_at(e), advice=_told(inspect.signature(kind).parameters.values())) from e
     return made
 
 
@@ -57,6 +64,8 @@ def _told(options: Iterable[inspect.Parameter]) -> str:
 
 def _strategy(name: str) -> Any:
     if name not in CLASSES:
+        if name.endswith(".py"):
+            raise ScheduleError(f"{name} alone is no strategy", advice=f"name a class in it: {name}:Class")
         there = f"there are {', '.join(CLASSES)}; or a scheduler of yours, as module:Class or file.py:Class"
         raise ScheduleError(f"no strategy {name!r}", advice=f"{_meant(name, CLASSES)}{there}")
     return getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])

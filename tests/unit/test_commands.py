@@ -216,6 +216,24 @@ def broken() -> float:
     return 1 / 0
 
 
+def an_int() -> tuple[int, dict[str, Tensor]]:
+    return 3, {"x": torch.ones(6, 4)}
+
+
+def a_class() -> tuple[type, dict[str, Tensor]]:
+    return Two, {"x": torch.ones(6, 4)}
+
+
+def too_wide() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Two(), {"x": torch.ones(6, 5)}
+
+
+class Picky(df.Sequential):
+    def __init__(self, parts: int = 2) -> None:
+        if parts > 3:
+            raise ValueError("too many")
+
+
 def dropping() -> tuple[nn.Module, dict[str, Tensor]]:
     return nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), {"input": torch.ones(6, 64)}
 
@@ -405,6 +423,14 @@ def test_list_as_json() -> None:
         (["plan", f"{HERE}:a_tensor"], "returned a model and Tensor"),
         (["plan", f"{HERE}:too_little"], "gave nothing, but Linear takes input: missing a required argument: 'input'"),
         (["plan", f"{HERE}:broken"], "broken failed: ZeroDivisionError: division by zero"),
+        (["plan", "mine.py"], "name a function in it: mine.py:function"),
+        (["plan", "."], "the folder . has no config.json"),
+        (["plan", f"{HERE}:an_int"], "returned int in place of a model"),
+        (["plan", f"{HERE}:a_class"], "returned the class Two in place of a model"),
+        (["plan", f"{HERE}:too_wide"], "fails by itself: RuntimeError: mat1 and mat2 shapes"),
+        (["run", f"{HERE}:too_wide", "--operators", "eager"], "fails by itself: RuntimeError: mat1 and mat2 shapes"),
+        (["plan", f"{HERE}:own", "--strategy", "mine.py"], "name a class in it: mine.py:Class"),
+        (["plan", f"{HERE}:own", "--strategy", f"{HERE}:Picky", "--option", "parts=4"], "ValueError: too many"),
         (["plan", f"{HERE}:own", "--batch", "3"], "leave out --batch"),
         (["plan", "llama-tiny", "--strategy", "nanoflow", "--option", "part=3"], "its options are"),
         (["plan", "inception-tiny", "--layers", "1"], "leave out --layers"),
@@ -414,6 +440,7 @@ def test_list_as_json() -> None:
         (["run", f"{HERE}:own", "--operators", "fast"], 'say "inductor" or "eager"'),
         (["run", f"{HERE}:own", "--cudagraph", "all"], 'say "plan", "pieces" or None'),
         (["trace", f"{HERE}:own", "--operators", "eager", "--out", "nowhere/trace.json"], "make the folder nowhere"),
+        (["plan", "nowhere:nothing", "--out", "nowhere/plan.json"], "make the folder nowhere"),
         (["view", "nothing.json"], "name a file that is there"),
     ],
 )  # fmt: skip
@@ -422,6 +449,14 @@ def test_wrong_use_is_told_and_what_to_do(
 ) -> None:
     text = fails(monkeypatch, capsys, *arguments)
     assert told in text and "what to do:" in text
+
+
+@pytest.mark.parametrize("name", ["plan", "run", "simulate", "trace"])
+def test_a_users_file_that_prints_leaves_json_alone(name: str, tmp_path: Path) -> None:
+    lines = ["import dynaflow as df", "print('hello')", "class Mine(df.Sequential): ..."]
+    (tmp_path / f"printing_{name}.py").write_text("\n".join(lines))
+    eager = [] if name in ("plan", "simulate") else EAGER
+    assert called(name, f"{HERE}:own", "--strategy", f"printing_{name}.py:Mine", *eager)["strategy"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
