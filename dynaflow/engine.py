@@ -514,7 +514,7 @@ def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:
         raise ScheduleError(
             f"the scheduler {type(scheduler).__name__} raised {type(e).__name__}: {e}",
             line=raised_at(e),
-            advice=f"mend {method}(); the original error is above",
+            advice=f"mend {method}(), or the options that it was given",
         ) from e
 
 

@@ -5,10 +5,11 @@ Every message says what happened, on which operator, at which line of the user's
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE, _IMPORTS = os.path.dirname(os.path.abspath(__file__)), os.path.dirname(importlib.__file__)
 
 
 class DynaFlowError(Exception):
@@ -22,7 +23,7 @@ class DynaFlowError(Exception):
         text = what
         if op is not None and op not in what:
             text += f"\n  operator: {op}"
-        if line:
+        if line and not line.startswith("<dynaflow"):  # code of ours that is in no file
             text += f"\n  at: {line}"
         if advice:
             text += f"\n  what to do: {advice}"
@@ -69,11 +70,11 @@ def user_line() -> str | None:
 
 
 def raised_at(error: BaseException) -> str | None:
-    """The line of user code that raised `error`: the last frame outside this package."""
+    """The line of user code that raised `error`: the last frame outside this package and torch, and of no import."""
     line, tb = None, error.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
-        if not name.startswith(_PACKAGE):
+        if not name.startswith((_PACKAGE, _IMPORTS, "<frozen", "<dynaflow")) and "/torch/" not in name:
             line = f"{name}:{tb.tb_lineno}"
         tb = tb.tb_next
     return line

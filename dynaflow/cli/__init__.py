@@ -27,5 +27,5 @@ def main() -> None:
     try:
         app()
     except DynaFlowError as e:
-        errors.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
         raise SystemExit(2) from None

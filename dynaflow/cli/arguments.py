@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,7 +13,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dynaflow.errors import DynaFlowError, ScheduleError, nearest, raised_at
+from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
+from dynaflow.imported import imported, searched
 from dynaflow.models.build import Attention, Situation, build
 from dynaflow.models.build import inputs as inputs_of
 from dynaflow.schedule.base import OpSchedulerBase
@@ -25,11 +24,12 @@ ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A name that `dynaflow list` shows; a folder with a config.json; or module:function, which returns a "
-        "model and its inputs: keyword arguments, or a list of them for `tune` (others take the first).",
+        help="A name that `dynaflow list` shows; a folder with a config.json; or module:function, or file.py:function, "
+        "which returns a model and its inputs: keyword arguments, or a list of them for `tune` (others take the "
+        "first).",
     ),
 ]
-Strategy = Annotated[str, typer.Option(help="A strategy's name, or module:Class.")]
+Strategy = Annotated[str, typer.Option(help="A strategy's name, or module:Class, or file.py:Class.")]
 Options = Annotated[list[str] | None, typer.Option("--option", help="Of the strategy: name=value.")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Requests, or pictures.")]
 Prompt = Annotated[int | None, typer.Option(min=0, help="Tokens of each prompt; 0: one token is decoded.")]
@@ -97,7 +97,8 @@ def given(
 
 
 def _own(name: str) -> Given:
-    function = _found(name)
+    with searched(os.getcwd()):  # as `python -m` does: the user's own file is most likely in this folder
+        function = imported(name, "function")
     try:
         found = function()
     except Exception as e:
@@ -109,6 +110,9 @@ def _own(name: str) -> Given:
     if not isinstance(found, tuple) or len(found) != 2:
         raise DynaFlowError(f"{name} returned {type(found).__name__}", advice=advice)
     model, inputs = found
+    if isinstance(model, type) or not callable(model):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise DynaFlowError(f"{name} returned {kind} in place of a model", advice=advice)
     situations = inputs if isinstance(inputs, list) else [inputs]
     if not situations or not all(isinstance(given, dict) for given in situations):
         kinds = ", ".join(dict.fromkeys(type(given).__name__ for given in situations)) or "an empty list"
@@ -116,6 +120,24 @@ def _own(name: str) -> Given:
     for given in situations:
         _bind(name, model, given)
     return Given(name=name, model=model, situations=situations)
+
+
+@contextlib.contextmanager
+def at_fault(given: Given, inputs: dict[str, Any] | None = None) -> Iterator[None]:
+    """Tells of a failure that is the model's own: it fails without us, too. Others are ours, with all their lines."""
+    try:
+        yield
+    except DynaFlowError:
+        raise
+    except Exception as e:
+        try:
+            given.model(**(inputs or given.inputs))
+        except Exception as own:
+            raise DynaFlowError(
+                f"the model of {given.name} fails by itself: {type(own).__name__}: {own}", line=raised_at(own),
+                advice="mend the model, or what it is given: it is called with its keyword arguments alone",
+            ) from e  # fmt: skip
+        raise
 
 
 def _bind(name: str, model: Any, inputs: dict[str, Any]) -> None:
@@ -168,37 +190,8 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 def scheduler_named(strategy: str, options: list[str] | None) -> OpSchedulerBase:
     """A strategy by its name, or a class of the user's by where it is."""
     named = dict(_option(text) for text in options or ())
-    with _here():
+    with searched(os.getcwd()):
         return make(strategy, **named)
-
-
-def _found(path: str) -> Any:
-    """What stands at module:name, or at file.py:name."""
-    where, _, name = path.rpartition(":")
-    try:
-        with _here(where):
-            module = importlib.import_module(os.path.basename(where).removesuffix(".py"))
-    except (ImportError, ValueError) as e:
-        raise DynaFlowError(
-            f"nothing at {path!r}: {e}",
-            advice=f"say module:name, as in an import, or file.py:name; {os.getcwd()} is searched as well",
-        ) from e
-    if not callable(found := getattr(module, name, None)):
-        own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        close = ", ".join(nearest(name, own)) or "nothing"
-        raise DynaFlowError(f"nothing to call at {path!r}", advice=f"what {where} has by the nearest names: {close}")
-    return found
-
-
-@contextlib.contextmanager
-def _here(file: str = "") -> Iterator[None]:
-    """As `python -m` does: the user's own file is most likely in this folder; or in the one that is named."""
-    here = os.path.abspath(os.path.dirname(file)) if file.endswith(".py") else os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -12,7 +12,7 @@ import dynaflow as df
 from dynaflow import _torch
 from dynaflow.cli import arguments as of
 from dynaflow.cli.measured import device_name, longest, recorded
-from dynaflow.cli.output import nothing_else, print_json
+from dynaflow.cli.output import nothing_else, out, print_json
 from dynaflow.tune.measure import side_by_side, timings
 from dynaflow.verify import difference
 
@@ -92,9 +92,9 @@ def _run(operators: str) -> list[dict[str, Any]]:
         print(f"\n{title}: outputs {'agree with' if gap is None else f'are {gap}: not'} the plain model's")
         plan = fast.plan(**inputs)
         if not plan.sequential:
-            print(df.draw(plan))
+            print(df.draw(plan, width=out.drawing))
             print("as it ran:")
-            print(longest(recorded(fast, inputs, 5)).draw())
+            print(longest(recorded(fast, inputs, 5)).draw(out.drawing))
         runs = (lambda: model(**inputs), lambda: fast(**inputs))
         plain, ours = timings(side_by_side(runs, lambda: None, seconds=0.5, cuda=big, rounds=None))
         ms = {"ms": ours.seconds * 1e3, "plain_ms": plain.seconds * 1e3}
@@ -103,8 +103,10 @@ def _run(operators: str) -> list[dict[str, Any]]:
     for row in rows:
         print(f"{row['name']:16}{row['ms']:8.2f}{row['plain_ms']:24.2f}{row['against_plain']:9.2f}x")
     print(
-        "\nA small model has little to overlap: the point here is that one model ran three ways, equal up to rounding,"
-        "\nand that every step can be seen. `print(fast.plan(**inputs))` lists a plan; its `.code` is the function that"
-        "\nruns it. The demo's schedulers are in dynaflow/cli/demo.py; `dynaflow --help` lists what else there is."
+        "\nA small model has little to overlap: the point here is that one model ran"
+        "\nthree ways, equal up to rounding, and that every step can be seen."
+        "\n`print(fast.plan(**inputs))` lists a plan; its `.code` is the function that runs"
+        "\nit. The demo's schedulers are in dynaflow/cli/demo.py; `dynaflow --help` lists"
+        "\nwhat else there is."
     )
     return rows

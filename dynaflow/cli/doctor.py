@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from dynaflow import store
 from dynaflow.cli import arguments as of
-from dynaflow.cli.output import out, print_json
+from dynaflow.cli.output import Folded, listed, out, print_json, show, table
 from dynaflow.run import partitions
 from dynaflow.schedule.plan import Lane
 
@@ -55,15 +54,16 @@ def doctor(as_json: of.Json = False) -> None:
     if as_json:
         print_json({"ready": ready, "checks": [asdict(check) for check in checks]})
     else:
-        table = Table(box=None, pad_edge=False, padding=(0, 1))
-        for column in ("", "", "here", "for", "what to do"):
-            table.add_column(column, overflow="fold", min_width=12 if column == "for" else None)
+        rows = table("", "", "here", "for", folds=("here", "for"))
         for check in checks:
-            state = "[green]ok[/green]" if check.ok else "[red]missing[/red]" if check.essential else "missing"
-            said = (check.found, check.serves, "" if check.ok else check.advice)
-            table.add_row(state, check.name, *map(escape, said))
-        out.print(table, highlight=False)
-        out.print("ready" if ready else "not ready: see what is missing above", style="bold")
+            style = "green" if check.ok else "red" if check.essential else ""
+            state = Text("ok" if check.ok else "missing", style=style)
+            rows.add_row(state, check.name, Folded(check.found), Folded(check.serves))
+        show(rows)
+        if missing := [(check.name, check.advice) for check in checks if not check.ok]:
+            out.print("\nwhat to do about what is missing", style="bold")
+            listed(missing)
+        out.print("\nready" if ready else "\nnot ready: see what is missing above", style="bold")
     if not ready:
         raise typer.Exit(1)
 

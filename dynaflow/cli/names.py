@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import typer
-from rich.table import Table
 
 from dynaflow.cli import arguments as of
-from dynaflow.cli.output import out, print_json
+from dynaflow.cli.output import out, print_json, show, table
 from dynaflow.models.table import MODELS
 from dynaflow.strategies import CLASSES
 from dynaflow.tune.device import DEVICES
@@ -24,9 +23,10 @@ def names(as_json: of.Json = False) -> None:
         models = [{"name": m.name, "about": m.about, "class": m.kind, "own": m.own} for m in MODELS.values()]
         print_json({"models": models, "devices": list(DEVICES), "strategies": list(CLASSES)})
         return
-    table = Table("model", "", "class", box=None, pad_edge=False)
+    rows = table("model", "", "class", folds=("class",))
     for m in MODELS.values():
-        table.add_row(m.name, m.about, m.kind.split(":")[1] if m.own else f"{m.kind} of transformers")
-    out.print(table)
-    out.print(f"\n[bold]devices[/bold] (each also as several, such as h100x4): {', '.join(DEVICES)}")
-    out.print(f"[bold]strategies[/bold]: {', '.join(CLASSES)}")
+        rows.add_row(m.name, m.about, m.kind.split(":")[1] if m.own else f"{m.kind} of transformers")
+    show(rows)
+    devices, strategies = ", ".join(DEVICES), ", ".join(CLASSES)
+    out.print(f"\n[bold]devices[/bold] (each also as several, such as h100x4): {devices}", highlight=False)
+    out.print(f"[bold]strategies[/bold]: {strategies}", highlight=False)

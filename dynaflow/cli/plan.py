@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.cli import arguments as of
-from dynaflow.cli.output import nothing_else, out, print_json, verbatim, write
+from dynaflow.cli.output import Folded, can_write, nothing_else, out, print_json, show, table, verbatim, write
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.context import ScheduleContext
 from dynaflow.schedule.plan import Plan
@@ -26,7 +26,7 @@ from dynaflow.tune.shapes import capture
 from dynaflow.view.document import Document
 from dynaflow.view.makers import of_plan
 from dynaflow.view.page import page as page_of
-from dynaflow.view.text import draw
+from dynaflow.view.text import draw, kind_of
 
 EXAMPLE = "dynaflow plan llama-3-8b --layers 1 --strategy nanoflow --batch 8 --prompt 512"
 
@@ -54,13 +54,16 @@ def plan(
 
     Nothing runs, and a model that has a name is built without weights. By default 8 prompts of 64 tokens.
     """
+    can_write(out_file, page)
+    target = device_named(device)
     lines: list[str] = []
     with nothing_else(as_json), _asked():
         scheduler = _noting(of.scheduler_named(strategy, option), lines)
         given = of.given(
             model, device=torch.device("meta"), batch=batch, prompt=prompt, context=context, layers=layers
         )
-        graph, made = capture(given.model, scheduler, given.inputs, device_named(device))
+        with of.at_fault(given):
+            graph, made = capture(given.model, scheduler, given.inputs, target)
     document = of_plan(made, graph, title=f"{given.title}: {strategy}")
     rows = _rows(document, graph, lines if len(lines) == len(made.tasks) else [])
     if out_file is not None:
@@ -72,7 +75,7 @@ def plan(
         ops = [_op(op, graph) for op in graph.ops]
         print_json({**head, "plan": json.loads(made.to_json()), "tasks": rows, "ops": ops})
         return
-    _show(document.title, made, rows)
+    _show(document.title, made, rows, graph)
     if made.sequential:
         verbatim(_why(strategy, graph, given.model))
     for what, where in (("plan", out_file), ("page", page)):
@@ -128,8 +131,11 @@ def _rows(document: Document, graph: OpGraph, lines: list[str]) -> list[dict[str
     return found
 
 
+NO_ROWS = "no rows of the batch in it"
+
+
 def _splittable(op: Op) -> str:
-    return "no rows of the batch in it" if op.shared else op.refusal or "yes"
+    return NO_ROWS if op.shared else op.refusal or "yes"
 
 
 def _op(op: Op, graph: OpGraph) -> dict[str, Any]:
@@ -144,26 +150,42 @@ def _op(op: Op, graph: OpGraph) -> dict[str, Any]:
     }
 
 
-def _show(title: str, made: Plan, rows: list[dict[str, Any]]) -> None:
-    out.print(f"[bold]{title}[/bold]", highlight=False)
+def _show(title: str, made: Plan, rows: list[dict[str, Any]], graph: OpGraph) -> None:
+    out.print(Text(title, style="bold"))
     sizes = ", ".join(str(m.size) for m in made.micro_batches)
-    out.print(f"batch of {made.batch_size} as \\[{sizes}], {len(rows)} tasks", highlight=False)
-    verbatim(draw(made, width=max(out.width, 60)))
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for column in ("", "operator", "lane", "part", "rows", "tags", "can be split", "after", "executed at"):
-        table.add_column(column, justify="right" if column in ("", "rows") else "left", overflow="fold")
-    for row in rows:
+    out.print(Text(f"batch of {made.batch_size} as [{sizes}], {len(rows)} tasks"))
+    verbatim(draw(made, width=out.drawing))
+    if not rows:
+        return
+    lines = [Path(row["line"] or "").name for row in rows]
+    files = {line.rpartition(":")[0] for line in lines}
+    columns = ("", "operator", "lane", "part", "rows", "tags", "split", "after", "line")
+    found = table(*columns, folds=("operator", "tags", "after", "line"), right=("", "rows"), gap=1)
+    for row, line in zip(rows, lines, strict=True):
         parts = "all" if len(row["micro_batches"]) == len(made.micro_batches) else _joined(row["micro_batches"])
-        line = Path(row["line"]).name if row["line"] else ""
-        table.add_row(
-            str(row["task"]), row["op"], row["lane"], parts, str(row["rows"] or ""), _joined(row["tags"]), row["split"],
-            _joined(row["after"]), line,
+        split = {"yes": "yes", NO_ROWS: "-"}.get(row["split"], "no")
+        where = Folded(line.rpartition(":")[2] if len(files) == 1 else line)
+        found.add_row(
+            str(row["task"]), Folded(row["op"]), row["lane"], parts, str(row["rows"] or ""),
+            Folded(_joined(row["tags"])), split, _joined(row["after"]), where,
         )  # fmt: skip
-    out.print(table, highlight=False, markup=False)
+    show(found)
+    if len(files) == 1 and any(files):
+        out.print(Text(f"lines are those of {files.pop()}"))
+    if any(row["split"] == NO_ROWS for row in rows):
+        out.print(Text(f"split -: {NO_ROWS}"))
+    refused: dict[tuple[str, str], list[str]] = {}  # equal layers are told once
+    for op in graph.ops:
+        if op.refusal and not op.shared:
+            refused.setdefault((kind_of(op.name), op.refusal), []).append(op.name)
+    for (_, reason), (name, *more) in refused.items():
+        out.print(Text(f"{name}{f' (and {len(more)} like it)' if more else ''} is not split: {reason}"))
 
 
 def _why(strategy: str, graph: OpGraph, model: Any) -> str:
     """The reasons for a plan without tasks."""
+    if strategy == "sequential":
+        return "sequential leaves the model as it is"
     if len(graph.ops) > 1:
         return f"{strategy} stays in sequence here: it finds nothing worth running side by side for this batch"
     own = _joined(name for name, _ in getattr(model, "named_children", tuple)())

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
+from rich.text import Text
 
 import dynaflow as df
 from dynaflow import _torch
 from dynaflow.cli import arguments as of
 from dynaflow.cli.measured import device_name, device_of, longest, recorded, restorer
-from dynaflow.cli.output import errors, nothing_else, out, print_json
+from dynaflow.cli.output import Folded, errors, listed, nothing_else, out, print_json, show, table
 from dynaflow.tune.measure import side_by_side, timings
 from dynaflow.verify import difference
 
@@ -46,8 +46,8 @@ def run(
 
     Weights are random. By default 8 prompts of 64 tokens. Exit code 1 if the results differ.
     """
-    scheduler = of.scheduler_named(strategy, option)
     with nothing_else(as_json), torch.no_grad():
+        scheduler = of.scheduler_named(strategy, option)
         given = of.given(
             model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
         )
@@ -55,7 +55,8 @@ def run(
         restore, where = restorer(inputs), device_of(plain, inputs)
         graphs: Any = {"cudagraph": cudagraph, "operators": operators}
         sequence, fast = df.compile(plain, "sequential", **graphs), df.compile(plain, scheduler, **graphs)
-        problem = _difference(plain, fast, inputs, restore)
+        with of.at_fault(given):
+            problem = _difference(plain, fast, inputs, restore)
         made = fast.plan(**inputs)
         if problem is None:
             runs = [lambda m=m: m(**inputs) for m in (sequence, plain, fast)]
@@ -89,7 +90,7 @@ def run(
         if any(m.training and "Dropout" in type(m).__name__ for m in modules):
             advice = "the model is in training mode, and drops others at each call: return model.eval()"
         errors.print(f"{strategy} gives other results than the plain model: {problem}\n  what to do: {advice}",
-                     style="red", markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+                     style="red", markup=False, highlight=False)  # fmt: skip
         raise typer.Exit(1)
 
 
@@ -119,27 +120,25 @@ def _host(call: Callable[[], Any], restore: Callable[[], None], rounds: int = 20
 
 
 def _show(title: str, told: dict[str, Any]) -> None:
-    out.print(f"[bold]{title}, on {told['device']}[/bold]", highlight=False)
-    table = Table()
-    table.add_column("")
-    for column in ("ms", "against sequence"):
-        table.add_column(column, justify="right")
+    out.print(Text(f"{title}, on {told['device']}", style="bold"))
+    rows = table("", "ms", "against sequence", folds=("",), right=("ms", "against sequence"))
     ms = told["ms"]
     low, high = told["speed_up_range"]
-    table.add_row("plain model", f"{ms['plain']:.3f}", f"{ms['sequence'] / ms['plain']:.2f}x")
-    table.add_row("in sequence", f"{ms['sequence']:.3f}", "1.00x")
+    rows.add_row("plain model", f"{ms['plain']:.3f}", f"{ms['sequence'] / ms['plain']:.2f}x")
+    rows.add_row("in sequence", f"{ms['sequence']:.3f}", "1.00x")
     gain = "the same" if told["stays_in_sequence"] else f"{told['speed_up']:.2f}x ({low:.2f}-{high:.2f})"
-    table.add_row(told["strategy"], f"{ms['strategy']:.3f}", gain)
-    out.print(table)
+    rows.add_row(Folded(told["strategy"]), f"{ms['strategy']:.3f}", gain)
+    show(rows)
     sizes = ", ".join(map(str, told["micro_batches"]))
     where = ", ".join(told["lanes"])
     how = "in sequence" if told["stays_in_sequence"] else f"as [{sizes}], {told['tasks']} tasks on lanes {where}"
     host = "the host is the device" if told["host_ms"] is None else f"{told['host_ms']:.3f} ms"
-    for what, said in (
-        ("results", "agree with the plain model's"),
-        ("plan", f"batch of {sum(told['micro_batches'])} {how}; plans made: {told['plans']}"),
-        ("overlap", f"{told['overlap']:.2f} lanes busy on average"),
-        ("copied", f"{told['bytes_copied']} bytes to join micro-batches"),
-        ("host time", host),
-    ):
-        out.print(f"{what:10} {said}", markup=False, highlight=False, soft_wrap=True)
+    listed(
+        [
+            ("results", "agree with the plain model's"),
+            ("plan", f"batch of {sum(told['micro_batches'])} {how}; plans made: {told['plans']}"),
+            ("overlap", f"{told['overlap']:.2f} lanes busy on average"),
+            ("copied", f"{told['bytes_copied']} bytes to join micro-batches"),
+            ("host time", host),
+        ]
+    )

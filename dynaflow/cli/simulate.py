@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from dynaflow.cli import arguments as of
-from dynaflow.cli.output import nothing_else, out, print_json, verbatim, write
+from dynaflow.cli.output import Folded, can_write, nothing_else, out, print_json, show, table, verbatim, write
 from dynaflow.errors import DynaFlowError
 from dynaflow.models.build import Situation
 from dynaflow.tune import shapes
@@ -60,14 +60,16 @@ def simulate(
     if tp > 1 and ep > 1:
         raise DynaFlowError("a model is shared by tp or by ep, not both", advice="leave one of them at 1")
     where = _device(device, max(tp, ep), link)
-    scheduler = of.scheduler_named(strategy, option)
+    can_write(trace, page)
     start = time.perf_counter()
     with nothing_else(as_json):
+        scheduler = of.scheduler_named(strategy, option)
         given = of.given(
             named or model, device=torch.device("meta"), batch=batch, prompt=prompt, context=context, layers=layers,
             usual=Situation(), attention=attention, tp=tp, ep=ep,  # type: ignore[arg-type]
         )  # fmt: skip
-        graph, plan = shapes.capture(given.model, scheduler, given.inputs, where)
+        with of.at_fault(given):
+            graph, plan = shapes.capture(given.model, scheduler, given.inputs, where)
         captured = time.perf_counter()
         costs = Costs(graph, where)
         before = run(shapes.in_sequence(plan), graph, costs, where, cudagraph=cudagraph)
@@ -77,13 +79,12 @@ def simulate(
     shared = f", tp {tp}" if tp > 1 else f", ep {ep}" if ep > 1 else ""
     part = f", only its first {layers} layers" if layers else ""
     title = f"{given.name}{part}{shared}, {of.described(given.inputs)}, on {where.name}"
-    name = f"{strategy} (stays in sequence)" if plan.sequential else strategy
     weights = sum(p.numel() * p.element_size() for p in getattr(given.model, "parameters", list)())
     guessed = sorted({op.name for op in graph.ops if costs.work(op, plan.batch_size).guessed})
     if trace is not None:
         write(trace, after.to_json())
     if page is not None:
-        shown = [of_simulation(f, graph, costs, title=row) for row, f in (("sequence", before), (name, after))]
+        shown = [of_simulation(f, graph, costs, title=row) for row, f in (("sequence", before), (strategy, after))]
         write(page, page_of(shown, title=title))
     if as_json:
         print_json(
@@ -97,22 +98,22 @@ def simulate(
             }
         )  # fmt: skip
         return
-    out.print(f"[bold]{title}[/bold]", highlight=False)
-    table = Table()
-    table.add_column("", min_width=min(len(name), 32))
-    for column in ("ms", "speed-up", "limited by", *SHOWN):
-        table.add_column(column, justify="left" if column == "limited by" else "right")
-    for row, found in (("sequence", before), (name, after)):
+    out.print(Text(title, style="bold"))
+    rows = table("", "ms", "speed-up", "limited by", *SHOWN, folds=("",), right=("ms", "speed-up", *SHOWN))
+    for row, found in (("sequence", before), (strategy, after)):
         busy = [f"{found.busy[r]:.0%}" for r in SHOWN]
-        table.add_row(row, f"{found.seconds * 1e3:.3f}", f"{before.seconds / found.seconds:.3f}", found.limit, *busy)
-    out.print(table)
+        speed_up = f"{before.seconds / found.seconds:.3f}"
+        rows.add_row(Folded(row), f"{found.seconds * 1e3:.3f}", speed_up, found.limit, *busy)
+    show(rows)
+    if plan.sequential:
+        out.print(Text(f"{strategy} stays in sequence here"))
     if weights > where.memory:
         out.print(f"{weights / 1e9:.0f} GB of weights on a GPU that holds {where.memory / 1e9:.0f}", style="red")
     if guessed:
         out.print(f"known by its inputs and results only: {guessed[0]} (and {len(guessed) - 1} more)")
     out.print(f"captured in {captured - start:.1f} s, simulated in {(done - captured) * 1e3:.0f} ms", style="dim")
     if draw:
-        verbatim(str(after))
+        verbatim(after.draw(out.drawing))
     if trace is not None:
         out.print(f"timeline in {trace}: open it at https://ui.perfetto.dev", style="dim", soft_wrap=True)
     if page is not None:

@@ -13,7 +13,7 @@ import typer
 import dynaflow as df
 from dynaflow.cli import arguments as of
 from dynaflow.cli.measured import device_name, device_of, longest, recorded
-from dynaflow.cli.output import nothing_else, out, print_json, write
+from dynaflow.cli.output import can_write, nothing_else, out, print_json, write
 from dynaflow.view.page import page as page_of
 
 EXAMPLE = "dynaflow trace llama-tiny --strategy nanoflow --operators eager --out trace.json --page trace.html"
@@ -42,13 +42,15 @@ def trace(
     as_json: of.Json = False,
 ) -> None:
     """Runs a model under a strategy and writes when each task ran, lane by lane."""
-    scheduler = of.scheduler_named(strategy, option)
+    can_write(out_file, page)
     with nothing_else(as_json), torch.no_grad():
+        scheduler = of.scheduler_named(strategy, option)
         given = of.given(
             model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
         )
         options: Any = {"operators": operators}
-        recording = recorded(df.compile(given.model, scheduler, **options), given.inputs, calls)
+        with of.at_fault(given):
+            recording = recorded(df.compile(given.model, scheduler, **options), given.inputs, calls)
         made = longest(recording)
         if page is not None:
             before = longest(recorded(df.compile(given.model, "sequential", **options), given.inputs, calls))

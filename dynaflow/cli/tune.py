@@ -7,10 +7,12 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.text import Text
 
 import dynaflow as df
 from dynaflow.cli import arguments as of
-from dynaflow.cli.output import nothing_else, out, print_json, verbatim
+from dynaflow.cli.output import Folded, nothing_else, out, print_json, show, table, verbatim
+from dynaflow.tune.decision import Decision
 from dynaflow.tune.paste import configuration
 
 EXAMPLE = "dynaflow tune llama-tiny --seconds 1 --operators eager"
@@ -44,9 +46,10 @@ def tune(
         options = {"seconds": seconds, "most": most, "progress": True}
         fast = df.compile(given.model, "auto", scheduler_options=options, cudagraph=cudagraph, operators=operators)  # type: ignore[arg-type]
         for inputs in given.situations:
-            found = fast.explain(**inputs).decision
+            with of.at_fault(given, inputs):
+                found = fast.explain(**inputs).decision
             out.print(f"[bold]{of.described(inputs)}[/bold]")
-            verbatim(str(found))
+            _show(found)
             chosen.append((of.sizes(inputs), found.chosen))
             told.append({"inputs": of.sizes(inputs), **asdict(found)})
         paste = configuration(chosen, cudagraph)
@@ -54,3 +57,12 @@ def tune(
         verbatim(paste)
     if as_json:
         print_json({"model": given.name, "situations": told, "paste": paste})
+
+
+def _show(found: Decision) -> None:
+    out.print(Text(found.head))
+    columns = ("", "schedule", "predicted", "measured", "against sequence", "limited by")
+    rows = table(*columns, folds=("schedule", "limited by"), right=("predicted", "measured"))
+    for mark, name, *figures, limit in found.rows:
+        rows.add_row(mark, Folded(name), *figures, Folded(limit))
+    show(rows)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from dynaflow.cli import arguments as of
+from dynaflow.cli.output import can_write, print_json, write
 from dynaflow.cli.output import out as console
-from dynaflow.cli.output import print_json, write
 from dynaflow.view.files import read
 from dynaflow.view.page import page
 
@@ -29,6 +29,7 @@ def view(
     as_json: of.Json = False,
 ) -> None:
     """Timelines one above the other, as one page: planned, simulated, measured, or two to be compared."""
+    can_write(out)
     documents = [read(file) for file in files]
     where = out or files[0].with_name(files[0].name.removesuffix(".gz").removesuffix(".json") + ".html")
     write(where, page(documents, title=title))

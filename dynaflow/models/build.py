@@ -59,10 +59,14 @@ def _known(name: str) -> Model | None:
         return MODELS[name]
     if (Path(name) / "config.json").is_file():
         return None
+    if Path(name).is_dir():
+        raise DynaFlowError(f"the folder {name} has no config.json", advice="name one that transformers has written")
+    if name.endswith(".py"):
+        raise DynaFlowError(f"{name} alone is no model", advice=f"name a function in it: {name}:function")
     close = ", ".join(nearest(name, list(MODELS), 8))
     raise DynaFlowError(
         f"no model is named {name!r}",
-        advice=f"there are {close}; or name a folder with a config.json, or module:function",
+        advice=f"there are {close}; or name a folder with a config.json, module:function or file.py:function",
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from operator import attrgetter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from dynaflow.errors import ScheduleError
+from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
+from dynaflow.imported import imported
 
 if TYPE_CHECKING:
     from dynaflow.schedule.base import OpSchedulerBase
@@ -30,33 +31,50 @@ CLASSES = {
 
 
 def make(name: str, **options: Any) -> OpSchedulerBase:
-    """The strategy of this name, or the scheduler of your own at `module:Class`."""
+    """The strategy of this name, or the scheduler of your own at `module:Class` or `file.py:Class`."""
     kind = _own(name) if ":" in name else _strategy(name)
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as e:
-        raise ScheduleError(f"strategy {name!r}: {e}", advice=f"its options are {inspect.signature(kind)}") from None
-    made: OpSchedulerBase = kind(**options)
+        known = inspect.signature(kind).parameters
+        wrong = next((option for option in options if option not in known), None)
+        what = f"strategy {name!r} has no option {wrong!r}" if wrong else f"strategy {name!r}: {e}"
+        raise ScheduleError(what, advice=f"{_meant(wrong or '', known)}{_told(known.values())}") from None
+    try:
+        made: OpSchedulerBase = kind(**options)
+    except DynaFlowError:
+        raise
+    except Exception as e:
+        told = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        what = f"strategy {name!r} can't be made with {told or 'no options'}: {type(e).__name__}: {e}"
+        raise ScheduleError(what, line=raised_at(e), advice=_told(inspect.signature(kind).parameters.values())) from e
     return made
+
+
+def _meant(wanted: str, names: Iterable[str]) -> str:
+    return "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(wanted, names, n=1))
+
+
+def _told(options: Iterable[inspect.Parameter]) -> str:
+    """With their defaults, as they are written; but not those that are as long as a list of patterns."""
+    usual = {o.name: "" if o.default is o.empty else f"={o.default!r}" for o in options}
+    shown = [f"{name}{text if len(text) <= 30 else '=...'}" for name, text in usual.items()]
+    return f"its options are {', '.join(shown)}" if shown else "it has no options: leave them out"
 
 
 def _strategy(name: str) -> Any:
     if name not in CLASSES:
-        close = "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(name, CLASSES, n=1))
-        raise ScheduleError(
-            f"no strategy {name!r}", advice=f"{close}There are {', '.join(CLASSES)}; or pass a scheduler"
-        )
+        if name.endswith(".py"):
+            raise ScheduleError(f"{name} alone is no strategy", advice=f"name a class in it: {name}:Class")
+        there = f"there are {', '.join(CLASSES)}; or a scheduler of yours, as module:Class or file.py:Class"
+        raise ScheduleError(f"no strategy {name!r}", advice=f"{_meant(name, CLASSES)}{there}")
     return getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])
 
 
 def _own(name: str) -> Any:
     from dynaflow.schedule.base import OpSchedulerBase
 
-    module, _, path = name.partition(":")
-    try:
-        kind = attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ScheduleError(f"no scheduler {name!r}: {e}", advice='name a class as "package.module:Class"') from e
+    kind = imported(name, "scheduler", ScheduleError)
     if not (isinstance(kind, type) and issubclass(kind, OpSchedulerBase)):
         raise ScheduleError(f"{name!r} is no scheduler", advice="name a subclass of dynaflow.OpSchedulerBase")
     return kind

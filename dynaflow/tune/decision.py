@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from dynaflow.tune.measure import Timing
@@ -18,7 +19,7 @@ class Tried:
     predicted: float | None = None
     """Seconds, by the simulator."""
     limit: str = ""
-    """What holds it up, by the simulator."""
+    """What holds it up, by the simulator, in words."""
     measured: Timing | None = None
     problem: str = ""
     """Why it was not tried further."""
@@ -35,9 +36,20 @@ class Decision:
     """That tuning took."""
 
     def __str__(self) -> str:
-        lines = [f"chosen: {self.chosen} ({self.why}; {len(self.tried)} schedules in {self.seconds:.1f} s)"]
         width = max(len(t.name) for t in self.tried)
-        lines.append(f"  {'schedule':<{width}}  predicted   measured   against sequence   limited by")
+        lines = [self.head, f"  {'schedule':<{width}}  predicted   measured   against sequence   limited by"]
+        for mark, name, predicted, measured, against, limit in self.rows:
+            lines.append(f"{mark:1} {name:<{width}} {predicted:>10} {measured:>10}   {against:<18} {limit}")
+        return "\n".join(line.rstrip() for line in lines)
+
+    @property
+    def head(self) -> str:
+        return f"chosen: {self.chosen} ({self.why}; {len(self.tried)} schedules in {self.seconds:.1f} s)"
+
+    @property
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Of each schedule: a mark if it is chosen, its name, the predicted and the measured time, that against
+        sequence's, and what limits it."""
         for t in self.tried:
             predicted = f"{t.predicted * 1e3:.3f} ms" if t.predicted is not None else ""
             measured = f"{t.measured.seconds * 1e3:.3f} ms" if t.measured else ""
@@ -46,11 +58,8 @@ class Decision:
                 if t.measured
                 else ""
             )
-            mark = "*" if t.name == self.chosen else " "
-            lines.append(
-                f"{mark} {t.name:<{width}} {predicted:>10} {measured:>10}   {against:<18} {t.problem or t.limit}"
-            )
-        return "\n".join(line.rstrip() for line in lines)
+            mark = "*" if t.name == self.chosen else ""
+            yield mark, t.name, predicted, measured, against, t.problem or t.limit
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dynaflow.schedule.plan import Plan
 from dynaflow.tune.cost import RESOURCES
-from dynaflow.view.text import draw
+from dynaflow.view.text import draw, resource_in_words
 
 BUSY = 0.93
 """Of the time: a resource, or the host, that works so much of it is what limits a run."""
@@ -72,11 +72,18 @@ class Simulation:
         return name if self.busy[name] >= BUSY else "chain"
 
     def __str__(self) -> str:
-        uses = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items() if share >= 0.005)
-        head = f"{self.seconds * 1e3:.3f} ms on {self.device}, limited by {self.limit}; in use: {uses or 'nothing'}"
+        used = {resource_in_words(name, self.device): share for name, share in self.busy.items() if share >= 0.005}
+        uses = ", ".join(f"{name} {share:.0%}" for name, share in used.items())
+        limit = resource_in_words(self.limit, self.device)
+        head = f"{self.seconds * 1e3:.3f} ms on {self.device}, limited by {limit}; in use: {uses or 'nothing'}"
         if self.plan.sequential:
             return f"{head}\n(the uncut graph, in sequence: {len(self.spans)} operators)"
-        return f"{head}\n{draw(self.plan, [(s.start * 1e3, s.end * 1e3) for s in self.spans])}"
+        return f"{head}\n{self.draw()}"
+
+    def draw(self, width: int = 110) -> str:
+        """The timeline in the terminal."""
+        spans = None if self.plan.sequential else [(s.start * 1e3, s.end * 1e3) for s in self.spans]
+        return draw(self.plan, spans, width)
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """For Perfetto or chrome://tracing: a row for each lane, a curve for each resource. Times are microseconds."""

@@ -38,6 +38,7 @@ from dynaflow.tune.device import device_for
 from dynaflow.tune.measure import ROUNDS, NoRoom, Snapshot, Timing, side_by_side, timings
 from dynaflow.tune.profile import Profiler
 from dynaflow.tune.simulate import simulate
+from dynaflow.view.text import resource_in_words
 
 GAIN = 0.99
 """A winner takes at most this part of sequence's time, and nine rounds of ten are faster than sequence."""
@@ -172,7 +173,8 @@ class Tuner:
         except Exception as e:  # a prediction is a help, and never a duty
             candidate.tried = replace(candidate.tried, problem=f"can't be simulated: {_first_line(e)}")
             return candidate
-        candidate.tried = replace(candidate.tried, predicted=run.seconds, limit=run.limit)
+        limit = resource_in_words(run.limit, run.device)
+        candidate.tried = replace(candidate.tried, predicted=run.seconds, limit=limit)
         return candidate
 
     # 3. measure

@@ -12,6 +12,7 @@ from typing import Any
 from dynaflow.errors import TimelineError
 from dynaflow.view.document import Document, TimedTask
 from dynaflow.view.summary import Summary, kind, summarize
+from dynaflow.view.text import resource_in_words
 
 SCRIPTS = ("timeline.js", "details.js", "page.js")
 COLOURS = 7
@@ -97,6 +98,9 @@ def _document(
         data["tasks"], document.tasks, levels(document.tasks), summary.held, strict=True
     ):
         task |= {"lane": places[given.lane], "kind": number[kind(given)], "level": level, "held": held}
+        task |= {"uses": {resource_in_words(name, document.device): u for name, u in given.uses.items()}}
+    for counter in data.get("counters", ()):
+        counter["name"] = resource_in_words(counter["name"], document.device)
     return data | {
         "unit": document.unit,
         "begin": document.begin,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dynaflow.view.document import Document, TimedTask
 from dynaflow.view.summary import kind, union
-from dynaflow.view.text import Span
+from dynaflow.view.text import Span, on_cpu, resource_in_words
 
 FILL, IMBALANCE, CONTENTION = "fill and drain", "imbalance between lanes", "contention"
 HOST, CUTS, LONGER = "the host", "cut cost", "contention or cut cost"
@@ -112,7 +112,8 @@ class Report:
 
     @property
     def advice(self) -> str:
-        return ADVICE[self.reasons[0].name] if self.reasons else ""
+        text = ADVICE[self.reasons[0].name] if self.reasons else ""
+        return text.replace("SMs", "cores") if on_cpu(self.device) else text
 
     def __str__(self) -> str:
         where = f" on {self.device}" if self.device else ""
@@ -120,7 +121,8 @@ class Report:
         lines = [f"{self.title}{where}: {_ms(self.seconds)}, {of}."]
         lanes = ", ".join(f"{name} {share:.0%}" for name, share in self.lanes.items())
         lines.append(f"Lanes were busy: {lanes}; together {self.overlap:.2f} of the time.")
-        used = [f"{n} {u:.0%}" for n, u in sorted(self.resources.items(), key=lambda r: -r[1]) if u >= 0.005]
+        most_used = sorted(self.resources.items(), key=lambda r: -r[1])
+        used = [f"{resource_in_words(n, self.device)} {u:.0%}" for n, u in most_used if u >= 0.005]
         if used:
             lines.append(f"In use by the cost model, on average: {', '.join(used)}.")
         pairs = [f"{o.one} with {o.other} for {_ms(o.seconds)}" for o in self.overlaps[:PAIRS]]
@@ -133,7 +135,8 @@ class Report:
         if self.seconds:
             most = f", a speed-up of {self.sequence / self.bound:.2f}x" if self.sequence and self.bound else ""
             reached = f"{self.bound / self.seconds:.0%} of that speed is reached"
-            lines.append(f"The bound is {_ms(self.bound)} ({self.limit}){most}; {reached}.")
+            limit = resource_in_words(self.limit, self.device)
+            lines.append(f"The bound is {_ms(self.bound)} ({limit}){most}; {reached}.")
         if self.reasons:
             told = ", ".join(f"{reason.name} {_ms(reason.seconds)}" for reason in self.reasons)
             lines += [f"What keeps it from there: {told}.", f"To try: {self.advice}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import textwrap
 from collections.abc import Sequence
 
 from dynaflow.schedule.plan import Plan, Task
@@ -26,6 +27,8 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
     begin, end = min(s for s, _ in times), max(e for _, e in times)
     label = max(len(lane.name) for lane in plan.lanes)
     columns = max(NARROWEST, width - label - 2)
+    if spans is None:
+        columns -= columns % 4  # no step is cut where a row ends
     unit = 4 if spans is None else columns / max(end - begin, 1e-9)
     bands = max(1, -(-int((end - begin) * unit) // columns))
     rows = {lane.name: [" "] * (columns * bands + 1) for lane in plan.lanes}
@@ -42,9 +45,14 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
             lines.append(f"{lane.name:>{label}} |{part}")
         if bands > 1 and band < bands - 1:
             lines.append("")
-    legend = ", ".join(f"{letter} {kind}" for kind, letter in letters.items())
+    legend = ", ".join(f"{letter}\0{kind}" for kind, letter in letters.items())  # a letter stays with its name
     scale = "" if spans is None else f"   ({end - begin:.2f} ms)"
-    return "\n".join([*lines, f"{'':>{label}}  {legend}{scale}"])
+    indent = " " * (label + 2)
+    lines += textwrap.wrap(
+        legend + scale, width, initial_indent=indent, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return "\n".join(lines).replace("\0", " ")
 
 
 def steps_of(plan: Plan) -> list[Span]:
@@ -61,6 +69,15 @@ def steps_of(plan: Plan) -> list[Span]:
 def kind_of(op: str) -> str:
     """What operators of equal layers have in common: the path without its numbers."""
     return re.sub(r"\b\d+\b", "*", re.sub(r"#\d+", "", op))
+
+
+def resource_in_words(name: str, device: str) -> str:
+    """What the cost model calls SMs are a CPU's cores. Files and results keep the name."""
+    return "cores" if name == "sms" and on_cpu(device) else name
+
+
+def on_cpu(device: str) -> bool:
+    return device.partition(":")[0] == "cpu"
 
 
 def _kind(task: Task) -> str:

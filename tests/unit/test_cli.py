@@ -43,9 +43,9 @@ def test_a_strategy_by_name() -> None:
     assert found.exit_code == 0, found.output
     text = " ".join(found.output.split())
     assert "only its first 1 layers, tp 8, input_ids 8x512, on b200" in text
-    rows = [line.split("│")[1:-1] for line in found.output.splitlines() if line.startswith("│")]
-    (sequence, strategy) = [[cell.strip() for cell in row] for row in rows]
-    assert sequence[0] == "sequence" and sequence[2] == "1.000"
+    rows = {words[0]: words for line in found.output.splitlines() if (words := line.split())}
+    sequence, strategy = rows["sequence"], rows["comm_overlap"]
+    assert sequence[2] == "1.000"
     assert 1.0 < float(strategy[2]) < 1.6, "collectives beside compute gain something, and not all"
     assert float(sequence[1]) == pytest.approx(float(strategy[1]) * float(strategy[2]), rel=2e-3)
 
@@ -72,9 +72,12 @@ def test_the_names_that_there_are() -> None:
         (["--model", "lama-3"], "there are llama-3-8b"),
         (["--device", "h300"], "no device is named 'h300'"),
         (["--strategy", "nanoflows"], "nanoflow"),
-        (["--strategy", "nowhere:Class"], "no scheduler 'nowhere:Class'"),
+        (["--strategy", "nowhere:Class"], "no scheduler at 'nowhere:Class': No module named 'nowhere'"),
         (["--strategy", f"{__name__}:NoScheduler"], "is no scheduler"),
-        (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "its options are (parts: 'int' = 2)"),
+        (["--option", "part=3"], "'nanoflow' has no option 'part' what to do: did you mean 'parts'? its"),
+        (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "did you mean 'parts'? its options are parts=2"),
+        (["--strategy", "sequential", "--option", "parts=3"], "it has no options"),
+        (["--strategy", "branches", "--option", "x=3"], "do: its options are lanes=4, cuts=..., wait=5e-06"),
         (["--option", "parts"], "say name=value"),
         (["--device", "b200x8", "--tp", "4"], "shared by 4"),
         (["--tp", "3"], "can't be divided among 3 GPUs"),

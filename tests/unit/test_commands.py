@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import dynaflow as df
 from dynaflow.cli import app, doctor, main
+from dynaflow.strategies import make
 
 GOLDEN = Path(__file__).parent / "golden" / "commands.txt"
 HERE = __name__
@@ -113,6 +114,46 @@ def test_demo() -> None:
     assert all(row["agrees"] and row["ms"] > 0 and row["plain_ms"] > 0 for row in rows)
 
 
+# Widths
+
+MEASURED = [f"{__name__}:own", "--strategy", f"{__name__}:Beside", "--operators", "eager", "--seconds", "0.1"]
+WHOLE = {
+    "plan": (["llama-tiny", "--layers", "1"], ["self_attn.", "scaled_dot_product_attention", " memory ", " yes "]),
+    "doctor": ([], ['operators="inductor",', "transformers", torch.__version__]),
+    "simulate": (["llama-tiny", "--strategy", "optimizer_beside"], ["optimizer_beside", "limited by", "compute"]),
+    "list": ([], ["deepseek-v2-lite", "DeepseekV2ForCausalLM", "optimizer_beside"]),
+    "run": (MEASURED, ["plain model", "against sequence", "tests.unit.test_commands:Beside", "micro-batches"]),
+    "tune": (["llama-tiny", "--layers", "1", "--seconds", "0", *EAGER], ["nanoflow(parts=2)", "limited by"]),
+}  # fmt: skip
+"""A command's arguments, and what it may not break."""
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("name", WHOLE)
+def test_lines_fit_the_terminal_and_words_stay_whole(name: str, columns: int) -> None:
+    arguments, whole = WHOLE[name]
+    found = CliRunner().invoke(app, [name, *arguments], env={"COLUMNS": str(columns)})
+    assert found.exit_code == 0, (found.output, found.exception)
+    assert max(map(len, found.stdout.splitlines())) <= columns
+    assert [word for word in whole if word not in found.stdout] == []
+    assert "…" not in found.stdout
+
+
+def test_a_pipe_gets_all_of_it_whatever_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = CliRunner().invoke(app, ["plan", "llama-tiny", "--layers", "1"]).stdout.splitlines()
+    (row,) = [line.split() for line in lines if line.startswith(" 9 ")]
+    attention = "model.layers.0.self_attn.scaled_dot_product_attention"
+    assert row[:6] == ["9", attention, "memory", "0", "4", "memory"]
+
+
+def test_a_drawing_is_folded_between_steps_and_names() -> None:
+    found = CliRunner().invoke(app, ["plan", "llama-tiny", "--layers", "4"], env={"COLUMNS": "70"})
+    drawn = [line for line in found.stdout.splitlines() if " |" in line or line.startswith("compute |")]
+    assert len(drawn) == 4 and all(line.count("[") == line.count("]") for line in drawn)
+    assert "E model.layers.*.self_attn.scaled_dot_product_attention" in found.stdout
+
+
 # Models, by their three names
 
 
@@ -175,6 +216,24 @@ def broken() -> float:
     return 1 / 0
 
 
+def an_int() -> tuple[int, dict[str, Tensor]]:
+    return 3, {"x": torch.ones(6, 4)}
+
+
+def a_class() -> tuple[type, dict[str, Tensor]]:
+    return Two, {"x": torch.ones(6, 4)}
+
+
+def too_wide() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Two(), {"x": torch.ones(6, 5)}
+
+
+class Picky(df.Sequential):
+    def __init__(self, parts: int = 2) -> None:
+        if parts > 3:
+            raise ValueError("too many")
+
+
 def dropping() -> tuple[nn.Module, dict[str, Tensor]]:
     return nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), {"input": torch.ones(6, 64)}
 
@@ -185,6 +244,41 @@ def test_a_file_is_as_good_as_a_module(tmp_path: Path) -> None:
     lines = ["import torch", "def mine():", "    return torch.nn.Linear(4, 4), {'input': torch.ones(2, 4)}"]
     (folder / "of_mine.py").write_text("\n".join(lines))
     assert called("plan", "elsewhere/of_mine.py:mine")["inputs"] == {"input": [2, 4]}
+
+
+def test_a_scheduler_in_a_file_is_as_good_as_in_a_module(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    lines = ["import dynaflow as df", "class Mine(df.Sequential):", "    def __init__(self, x=1): self.x = x"]
+    (folder / "scheduler_of_mine.py").write_text("\n".join(lines))
+    path = "elsewhere/scheduler_of_mine.py:Mine"
+    assert called("plan", f"{HERE}:own", "--strategy", path, "--option", "x=2")["strategy"] == path
+    assert make(path, x=3).x == 3  # type: ignore[attr-defined]
+
+
+def test_a_file_that_is_named_as_another_module_is_not_mistaken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "json.py").write_text("def mine(): ...")
+    assert "rename the file" in fails(monkeypatch, capsys, "plan", "json.py:mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import torch\nimport no_such_package", "No module named 'no_such_package' at: {file}:2"),
+        ("import torch\n1 / 0", "ZeroDivisionError: division by zero at: {file}:2"),
+        ("def mine(:", "SyntaxError: invalid syntax"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_module_whose_import_fails(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "failing_import.py"
+    file.write_text(text)
+    for arguments in (["failing_import:mine"], ["llama-tiny", "--strategy", "failing_import.py:Mine"]):
+        assert told.format(file=file) in fails(monkeypatch, capsys, "plan", *arguments)
 
 
 def test_plan_says_why_nothing_is_cut() -> None:
@@ -319,13 +413,24 @@ def test_list_as_json() -> None:
     ("arguments", "told"),
     [
         (["plan", "lama-tiny"], "there are llama-tiny"),
-        (["plan", "nowhere:nothing"], "nothing at 'nowhere:nothing'"),
-        (["plan", "nowhere.py:nothing"], "file.py:name"),
+        (["plan", "nowhere:nothing"], "no function at 'nowhere:nothing': No module named"),
+        (["plan", "nowhere.py:nothing"], "there is no file nowhere.py"),
+        (["plan", "llama-tiny", "--strategy", "nowhere.py:Nothing"], "no scheduler at 'nowhere.py:Nothing': there"),
+        (["plan", "llama-tiny", "--strategy", f"{HERE}:Besides"], "by the nearest names: Beside"),
         (["plan", f"{HERE}:to_little"], "by the nearest names: too_little"),
+        (["plan", ":nothing"], "no function at ':nothing'"),
         (["plan", f"{HERE}:no_model"], "return a model and its keyword arguments"),
         (["plan", f"{HERE}:a_tensor"], "returned a model and Tensor"),
         (["plan", f"{HERE}:too_little"], "gave nothing, but Linear takes input: missing a required argument: 'input'"),
         (["plan", f"{HERE}:broken"], "broken failed: ZeroDivisionError: division by zero"),
+        (["plan", "mine.py"], "name a function in it: mine.py:function"),
+        (["plan", "."], "the folder . has no config.json"),
+        (["plan", f"{HERE}:an_int"], "returned int in place of a model"),
+        (["plan", f"{HERE}:a_class"], "returned the class Two in place of a model"),
+        (["plan", f"{HERE}:too_wide"], "fails by itself: RuntimeError: mat1 and mat2 shapes"),
+        (["run", f"{HERE}:too_wide", "--operators", "eager"], "fails by itself: RuntimeError: mat1 and mat2 shapes"),
+        (["plan", f"{HERE}:own", "--strategy", "mine.py"], "name a class in it: mine.py:Class"),
+        (["plan", f"{HERE}:own", "--strategy", f"{HERE}:Picky", "--option", "parts=4"], "ValueError: too many"),
         (["plan", f"{HERE}:own", "--batch", "3"], "leave out --batch"),
         (["plan", "llama-tiny", "--strategy", "nanoflow", "--option", "part=3"], "its options are"),
         (["plan", "inception-tiny", "--layers", "1"], "leave out --layers"),
@@ -335,6 +440,7 @@ def test_list_as_json() -> None:
         (["run", f"{HERE}:own", "--operators", "fast"], 'say "inductor" or "eager"'),
         (["run", f"{HERE}:own", "--cudagraph", "all"], 'say "plan", "pieces" or None'),
         (["trace", f"{HERE}:own", "--operators", "eager", "--out", "nowhere/trace.json"], "make the folder nowhere"),
+        (["plan", "nowhere:nothing", "--out", "nowhere/plan.json"], "make the folder nowhere"),
         (["view", "nothing.json"], "name a file that is there"),
     ],
 )  # fmt: skip
@@ -343,6 +449,14 @@ def test_wrong_use_is_told_and_what_to_do(
 ) -> None:
     text = fails(monkeypatch, capsys, *arguments)
     assert told in text and "what to do:" in text
+
+
+@pytest.mark.parametrize("name", ["plan", "run", "simulate", "trace"])
+def test_a_users_file_that_prints_leaves_json_alone(name: str, tmp_path: Path) -> None:
+    lines = ["import dynaflow as df", "print('hello')", "class Mine(df.Sequential): ..."]
+    (tmp_path / f"printing_{name}.py").write_text("\n".join(lines))
+    eager = [] if name in ("plan", "simulate") else EAGER
+    assert called(name, f"{HERE}:own", "--strategy", f"printing_{name}.py:Mine", *eager)["strategy"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

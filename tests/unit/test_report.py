@@ -9,6 +9,7 @@ import pytest
 
 from dynaflow.schedule.plan import Lane
 from dynaflow.view.document import Document, TimedTask
+from dynaflow.view.page import page
 from dynaflow.view.report import (
     ADVICE,
     CONTENTION,
@@ -140,6 +141,18 @@ def test_the_busiest_resource_is_a_bound() -> None:
     assert report_of(busy, alone=[2.0, 2.0]).bound == pytest.approx(3.2)
     assert report_of(busy, alone=[2.0, 2.0]).limit == "memory"
     assert "memory 90%" in str(report) and "by the cost model" in str(report)
+
+
+@pytest.mark.parametrize(("device", "said", "unsaid"), [("cpu", "cores", "SMs"), ("cuda:0", "sms", "cores")])
+def test_a_cpu_has_cores(device: str, said: str, unsaid: str) -> None:
+    both = run(("a", "x", 0, 4), ("b", "y", 0, 4), device=device)
+    both = replace(both, tasks=tuple(replace(t, uses={"sms": 0.6}) for t in both.tasks))
+    report = report_of(both, alone=[2.5, 2.5], after=FREE)
+    assert report.limit == "sms" and set(report.resources) == {"sms"}, "data keeps its name"
+    assert f"{said} 75%" in str(report) and f"({said})" in str(report)
+    assert reason(replace(report, device="cuda"))[0] == CONTENTION
+    assert unsaid not in str(report)
+    assert f'"{said}":0.6' in page([both]) and f'"{unsaid.lower()}":' not in page([both])
 
 
 def test_pairs_are_counted_once() -> None:
