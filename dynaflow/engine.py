@@ -451,9 +451,10 @@ class Engine:
         try:
             result = _user(scheduler, "schedule", ctx)
         except SplitError as e:
-            if not part or ctx.can_split:
+            if ctx.can_split or not (part or ctx.phase == "backward"):
                 raise
-            # A part of a model that breaks the graph may well have no batch: that is nobody's mistake.
+            # A part of a model that breaks the graph may well have no batch, and a backward pass nothing but gradients
+            # of weights, as where all below the head is frozen: that is nobody's mistake.
             self.stats.plain_graphs += 1
             self.stats.plain_reasons.append(str(e))
             return ctx.whole(), {}
