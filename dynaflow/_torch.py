@@ -321,6 +321,14 @@ def draw_by_seed(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def draws_again(gm: fx.GraphModule) -> bool:
+    """Whether it makes random numbers of a seed that it is given, as Inductor does."""
+    from torch._inductor import inductor_prims
+
+    prims = (inductor_prims.random, inductor_prims.randint)
+    return any(gm.graph.find_nodes(op="call_function", target=prim) for prim in prims)
+
+
 def _random(size: Sequence[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
     generator = torch.Generator(seed.device).manual_seed(int(seed))
     return cast("torch.Tensor", getattr(torch, mode)(size, generator=generator, device=seed.device, dtype=torch.float))

@@ -90,7 +90,8 @@ def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> 
 
 
 def _draws(op: Op) -> bool:
-    return any(storage == RNG for storage, _ in op.touches)
+    """Random numbers: from the generator, or again from a seed that it gave before."""
+    return any(storage == RNG for storage, _ in op.touches) or _torch.draws_again(op.module)
 
 
 def _plain_values(graph: OpGraph, args: Sequence[Any], given: Mapping[int, Any]) -> dict[int, Any]:

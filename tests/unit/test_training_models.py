@@ -161,11 +161,12 @@ class CheckpointedDropped(Dropped):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11 can't trace it with a batch that varies")
-def test_what_was_dropped_is_dropped_again() -> None:
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_what_was_dropped_is_dropped_again(operators: str) -> None:
     """The backward pass computes the activations once more, with the same random numbers."""
     torch.manual_seed(0)
     model, x = CheckpointedDropped(), torch.randn(6, 8)
-    fast = compiled(model, verify=True)
+    fast = compiled(model, verify=True, operators=operators)
     for split in SPLITS:
         fast.set_scheduler(Each(INNER_OUTER, split=split, lanes=2))
         model.zero_grad()
