@@ -318,6 +318,8 @@ def draw_by_seed(gm: fx.GraphModule) -> None:
 
     for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.random):
         node.target, node.kwargs = torch.ops.dynaflow.random.default, {}
+    for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.randint):
+        node.target = torch.ops.dynaflow.randint.default
     gm.recompile()
 
 
@@ -329,21 +331,38 @@ def draws_again(gm: fx.GraphModule) -> bool:
     return any(gm.graph.find_nodes(op="call_function", target=prim) for prim in prims)
 
 
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
 def _random(size: Sequence[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
-    generator = torch.Generator(seed.device).manual_seed(int(seed))
-    return cast("torch.Tensor", getattr(torch, mode)(size, generator=generator, device=seed.device, dtype=torch.float))
+    draw = getattr(torch, mode)
+    return cast("torch.Tensor", draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float))
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
 
 
 _library = torch.library.Library("dynaflow", "FRAGMENT")
 _library.define("random(SymInt[] size, Tensor seed, str mode) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _library.impl("random", _random, "CompositeExplicitAutograd")
+_library.define(
+    "randint(SymInt low, SymInt high, SymInt[] size, Tensor seed) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+_library.impl("randint", _randint, "CompositeExplicitAutograd")
 
 
 def _fake_random(size: Sequence[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
     return torch.empty(size, device=seed.device, dtype=torch.float)
 
 
+def _fake_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.empty(size, device=seed.device, dtype=torch.int64)
+
+
 torch.library.register_fake("dynaflow::random", _fake_random, lib=_library)
+torch.library.register_fake("dynaflow::randint", _fake_randint, lib=_library)
 
 
 def after_backward(function: Callable[[], None]) -> None:

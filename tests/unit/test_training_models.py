@@ -160,12 +160,24 @@ class CheckpointedDropped(Dropped):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class CheckpointedMasked(Dropped):
+    """By whole numbers, which are drawn in another way."""
+
+    def masked(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return self.outer(x * torch.randint(0, 2, x.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.masked, x, use_reentrant=False)
+
+
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11 can't trace it with a batch that varies")
 @pytest.mark.parametrize("operators", ["eager", "inductor"])
-def test_what_was_dropped_is_dropped_again(operators: str) -> None:
+@pytest.mark.parametrize("kind", [CheckpointedDropped, CheckpointedMasked])
+def test_what_was_dropped_is_dropped_again(kind: Callable[[], Dropped], operators: str) -> None:
     """The backward pass computes the activations once more, with the same random numbers."""
     torch.manual_seed(0)
-    model, x = CheckpointedDropped(), torch.randn(6, 8)
+    model, x = kind(), torch.randn(6, 8)
     fast = compiled(model, verify=True, operators=operators)
     for split in SPLITS:
         fast.set_scheduler(Each(INNER_OUTER, split=split, lanes=2))
