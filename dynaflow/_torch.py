@@ -376,6 +376,14 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def have_scalers_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """GradScaler.step comes to the optimizer's own step, and its hooks, even if there are no gradients: else it fails
+    without a word of why. Returns the function that takes that back. Seen on 2.13, read in 2.11's source."""
+    had = getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return lambda: setattr(optimizer, "_step_supports_amp_scaling", had)
+
+
 def saved_results() -> slice:
     """Which results of the forward graph that is being compiled are tensors that the backward graph gets."""
     found: slice = _traced().tensors_saved_for_backwards_slice

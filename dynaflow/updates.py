@@ -40,6 +40,7 @@ class Updates:
                 updates._check_step((*args[1:], *kwargs.values()))
 
         weakref.finalize(self, optimizer.register_step_pre_hook(before_step).remove)
+        weakref.finalize(self, _torch.have_scalers_step(optimizer))
 
     def parameters(self) -> dict[int, nn.Parameter]:
         """All of the optimizer's, by identity."""
