@@ -102,6 +102,8 @@ class Engine:
         self.options: Mapping[str, Any] | None = None
         self.owned = False
         """A CompiledModel holds it; else its graphs do."""
+        self.refuse: Callable[[fx.GraphModule], None] | None = None
+        """Looks at each graph that is captured, and raises if it has something that can't be."""
         self.operators = Operators(operators)
         self.lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
         self.local = _Local()
@@ -140,6 +142,8 @@ class Engine:
                     _marks.undo, _marks.again = (*_marks.undo, *more), True
                     raise _torch.restart_capture()  # trace again, now that the batch may vary
             take_marks_back()
+            if self.refuse is not None:
+                self.refuse(gm)
             if wants_gradients(gm):
                 return self._training(gm, example_inputs)
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
