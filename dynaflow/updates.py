@@ -75,6 +75,12 @@ class Updates:
                     "not called",
                     advice="remove the hooks, or compile without optimizer=",
                 )
+            if not _torch.gets_gradient(parameter):
+                raise DynaFlowError(
+                    f"optimizer=: nobody asked for the gradient of a parameter of shape {tuple(parameter.shape)}, and "
+                    "every backward pass is a step",
+                    advice="torch.autograd.grad and backward(inputs=...) need a model compiled without optimizer=",
+                )
         _torch.after_backward(lambda: _check_end(parameters))
 
     def _check_step(self, arguments: Sequence[Any]) -> None:

@@ -365,6 +365,17 @@ def test_gradients_that_are_there_already_are_refused(monkeypatch: pytest.Monkey
         loss_of(both.fast(x)).backward()
 
 
+def test_gradients_of_other_things_make_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, x = Beside(monkeypatch, Stack()), torch.randn(6, 8, requires_grad=True)
+    both.step(x=x)
+    with pytest.raises(df.DynaFlowError, match="nobody asked for the gradient"):
+        torch.autograd.grad(loss_of(both.fast(x)), x)
+    with pytest.raises(df.DynaFlowError, match="nobody asked for the gradient"):
+        loss_of(both.fast(x)).backward(inputs=[both.model.head.weight])  # type: ignore[union-attr, list-item]
+    both.compare()
+    both.step(x=x)
+
+
 def test_a_second_backward_is_refused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     both, x = Beside(monkeypatch, Stack()), torch.randn(6, 8)
     loss = loss_of(both.fast(x)) + loss_of(both.fast(x))
