@@ -294,3 +294,68 @@ def test_a_second_backward_through_the_same_call() -> None:
 
     expected = {name: g.clone() for name, g in twice(model).items()}
     assert_same(twice(compiled(model, Each(STACK_RULES, lanes=2))), expected, EXACT)
+
+
+# Ways to go back
+
+
+def two_calls(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    (call(x).square().sum() + call(x[:5]).exp().mean() * call(x).mean()).backward()
+
+
+def hooks(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    handle = model.head.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[operator, union-attr]
+    call(x).square().sum().backward()
+    handle.remove()
+
+
+def grad_of_some(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    wanted: Any = (model.head.weight, model.layers[0].attn.weight)  # type: ignore[index, union-attr]
+    for parameter, gradient in zip(wanted, torch.autograd.grad(call(x).square().sum(), wanted), strict=True):
+        parameter.grad = gradient
+
+
+def frozen_for_a_while(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    for wanted in (True, False, True):
+        model.layers[0].requires_grad_(wanted)  # type: ignore[index]
+        call(x).square().sum().backward()
+
+
+def evaluated_between(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    for rows, train in ((6, True), (4, False), (5, True)):
+        call(x[:rows]).square().sum().backward()
+        model.train(not train)
+        with torch.inference_mode():
+            call(x)
+    model.train()
+
+
+WAYS = (two_calls, hooks, grad_of_some, frozen_for_a_while, evaluated_between)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_ways_to_go_back(way: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    model, x = Stack().double(), torch.randn(6, 8).double()
+    found = []
+    for call in (model, compiled(model, Each(STACK_RULES, lanes=2))):
+        model.zero_grad()
+        way(model, call, x)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(found[1], found[0], EXACT)
+
+
+def test_results_of_all_kinds() -> None:
+    class Results(Stack):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"y": y, "more": (y.exp(), None, [y.sum(-1), 3]), "none": None, "kept": y.detach(), "x": x}
+
+    torch.manual_seed(0)
+    model, x = Results().double(), torch.randn(6, 8).double()
+    expected = gradients(model, model, {"x": x})
+    fast = compiled(model, Each(STACK_RULES, lanes=2))
+    assert_same(gradients(model, fast, {"x": x}), expected, EXACT)
+    result = fast(x)
+    assert result["none"] is result["more"][1] is None and result["more"][2][1] == 3
+    assert not result["kept"].requires_grad and result["x"] is x
