@@ -318,24 +318,51 @@ def draw_by_seed(gm: fx.GraphModule) -> None:
 
     for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.random):
         node.target, node.kwargs = torch.ops.dynaflow.random.default, {}
+    for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.randint):
+        node.target = torch.ops.dynaflow.randint.default
     gm.recompile()
 
 
+def draws_again(gm: fx.GraphModule) -> bool:
+    """Whether it makes random numbers of a seed that it is given, as Inductor does."""
+    from torch._inductor import inductor_prims
+
+    prims = (inductor_prims.random, inductor_prims.randint)
+    return any(gm.graph.find_nodes(op="call_function", target=prim) for prim in prims)
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
 def _random(size: Sequence[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
-    generator = torch.Generator(seed.device).manual_seed(int(seed))
-    return cast("torch.Tensor", getattr(torch, mode)(size, generator=generator, device=seed.device, dtype=torch.float))
+    draw = getattr(torch, mode)
+    return cast("torch.Tensor", draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float))
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
 
 
 _library = torch.library.Library("dynaflow", "FRAGMENT")
 _library.define("random(SymInt[] size, Tensor seed, str mode) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _library.impl("random", _random, "CompositeExplicitAutograd")
+_library.define(
+    "randint(SymInt low, SymInt high, SymInt[] size, Tensor seed) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+_library.impl("randint", _randint, "CompositeExplicitAutograd")
 
 
 def _fake_random(size: Sequence[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
     return torch.empty(size, device=seed.device, dtype=torch.float)
 
 
+def _fake_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.empty(size, device=seed.device, dtype=torch.int64)
+
+
 torch.library.register_fake("dynaflow::random", _fake_random, lib=_library)
+torch.library.register_fake("dynaflow::randint", _fake_randint, lib=_library)
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -347,6 +374,19 @@ def after_backward(function: Callable[[], None]) -> None:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether somebody wants to be called with its gradient. Seen on 2.11 and 2.13."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def gets_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the backward pass that is under way will leave a gradient at it. Seen on 2.13."""
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def have_scalers_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """GradScaler.step comes to the optimizer's own step, and its hooks, even if there are no gradients: else it fails
+    without a word of why. Returns the function that takes that back. Seen on 2.13."""
+    had = getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return lambda: setattr(optimizer, "_step_supports_amp_scaling", had)
 
 
 def saved_results() -> slice:

@@ -102,6 +102,8 @@ class Engine:
         self.options: Mapping[str, Any] | None = None
         self.owned = False
         """A CompiledModel holds it; else its graphs do."""
+        self.refuse: Callable[[fx.GraphModule], None] | None = None
+        """Looks at each graph that is captured, and raises if it has something that can't be."""
         self.operators = Operators(operators)
         self.lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
         self.local = _Local()
@@ -140,6 +142,8 @@ class Engine:
                     _marks.undo, _marks.again = (*_marks.undo, *more), True
                     raise _torch.restart_capture()  # trace again, now that the batch may vary
             take_marks_back()
+            if self.refuse is not None:
+                self.refuse(gm)
             if wants_gradients(gm):
                 return self._training(gm, example_inputs)
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
@@ -451,9 +455,10 @@ class Engine:
         try:
             result = _user(scheduler, "schedule", ctx)
         except SplitError as e:
-            if not part or ctx.can_split:
+            if ctx.can_split or not (part or ctx.phase == "backward"):
                 raise
-            # A part of a model that breaks the graph may well have no batch: that is nobody's mistake.
+            # A part of a model that breaks the graph may well have no batch, and a backward pass nothing but gradients
+            # of weights, as where all below the head is frozen: that is nobody's mistake.
             self.stats.plain_graphs += 1
             self.stats.plain_reasons.append(str(e))
             return ctx.whole(), {}

@@ -100,7 +100,8 @@ class GraphRunner:
         stats.sequential_runs += lowered.plan.sequential
         stats.joined_bytes = lowered.joined_bytes
         if engine.verify and not lowered.verified:
-            result = verified_run(lowered, args)
+            sizes = {**self.graph.hints, **self.graph.symbol_values(args)}
+            result = verified_run(lowered, args, lambda: engine.lowerer.whole(self.graph, sizes))
             lowered.verified = True
             stats.verified += 1
             if recorder is not None:

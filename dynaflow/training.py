@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from dynaflow import _torch
 from dynaflow.api import compile
@@ -27,7 +27,7 @@ from dynaflow.schedule.split import split_rows
 
 IGNORED = -100
 """The label that torch's losses leave out."""
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.functional.batch_norm, torch.batch_norm)
 
 
 class TrainStep:
@@ -70,18 +70,14 @@ class TrainStep:
         """One for each stream; on CPU all micro-batches go through the first."""
         self._micro_batches, self._batch_dims = micro_batches, batch_dims
         self._mean, self._weight, self._shifted = reduction == "mean", weight, _shifts_labels(model)
-        self._names = tuple(inspect.signature(self.models[0]).parameters)
-        self._norms = [m for root in _modules(model) for m in root.modules() if isinstance(m, BATCH_NORMS)]
+        self._signature = inspect.signature(self.models[0])
+        for compiled in self.models:
+            compiled._engine.refuse = _refuse_batch_norm
         self._sides: dict[torch.device, list[torch.cuda.Stream]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of the whole batch. Gradients are added to those that are there."""
-        if any(norm.training for norm in self._norms):
-            raise SplitError(
-                "batch norm in training mode takes its statistics from the whole batch",
-                advice="call eval() on it; or use compile, under which it runs once for all micro-batches",
-            )
-        inputs = {**dict(zip(self._names[: len(args)], args, strict=True)), **kwargs}
+        inputs = self._by_name(args, kwargs)
         parts = self._parts(inputs)
         streams = self._streams([v.device for v in inputs.values() if isinstance(v, Tensor)])
         flying: deque[tuple[Tensor, float, Any]] = deque()
@@ -103,6 +99,13 @@ class TrainStep:
             for loss in losses:
                 loss.record_stream(streams[0])
         return torch.stack(losses).sum(0)
+
+    def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        inputs = dict(self._signature.bind(*args, **kwargs).arguments)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                inputs.update(inputs.pop(parameter.name, {}))
+        return inputs
 
     def _parts(self, inputs: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
         """The inputs of each micro-batch, and the part that its loss has in the whole's."""
@@ -188,10 +191,16 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
-def _modules(model: Any) -> list[nn.Module]:
-    """The model; or those that a function has in its closure."""
-    cells = getattr(model, "__closure__", None) or ()
-    return [m for m in (model, *(cell.cell_contents for cell in cells)) if isinstance(m, nn.Module)]
+def _refuse_batch_norm(gm: fx.GraphModule) -> None:
+    """Seen where it is called, since nobody knows which modules a function has at hand."""
+    for part in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
+        for node in part.graph.nodes:
+            own = node.target in BATCH_NORMS and (node.kwargs.get("training") or True in node.args[5:6])
+            if own or node.target is torch.batch_norm_stats:  # that of SyncBatchNorm
+                raise SplitError(
+                    "batch norm in training mode takes its statistics from the whole batch",
+                    advice="call eval() on it; or use compile, under which it runs once for all micro-batches",
+                )
 
 
 def _shifts_labels(model: Any) -> bool:

@@ -40,6 +40,7 @@ class Updates:
                 updates._check_step((*args[1:], *kwargs.values()))
 
         weakref.finalize(self, optimizer.register_step_pre_hook(before_step).remove)
+        weakref.finalize(self, _torch.have_scalers_step(optimizer))
 
     def parameters(self) -> dict[int, nn.Parameter]:
         """All of the optimizer's, by identity."""
@@ -73,6 +74,12 @@ class Updates:
                     f"optimizer=: a parameter of shape {tuple(parameter.shape)} has hooks on its gradient, which are "
                     "not called",
                     advice="remove the hooks, or compile without optimizer=",
+                )
+            if not _torch.gets_gradient(parameter):
+                raise DynaFlowError(
+                    f"optimizer=: nobody asked for the gradient of a parameter of shape {tuple(parameter.shape)}, and "
+                    "every backward pass is a step",
+                    advice="torch.autograd.grad and backward(inputs=...) need a model compiled without optimizer=",
                 )
         _torch.after_backward(lambda: _check_end(parameters))
 

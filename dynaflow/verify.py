@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow._torch import Boxed
+from dynaflow.capture.probe import RNG
 from dynaflow.errors import VerifyError
 
 if TYPE_CHECKING:
-    from dynaflow.capture.ops import OpGraph
+    from dynaflow.capture.ops import Op, OpGraph
     from dynaflow.lower.lower import Lowered
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest difference allowed, relative to the largest magnitude: kernels for other shapes add in other orders."""
 
 
-def verified_run(lowered: Lowered, args: Sequence[Any]) -> Any:
-    """Runs the plan and returns its results; raises VerifyError if the plain model gives others."""
+def verified_run(lowered: Lowered, args: Sequence[Any], whole: Callable[[], Boxed]) -> Any:
+    """Runs the plan and returns its results; raises VerifyError if the plain model gives others.
+
+    `whole` makes what runs the uncut graph as the operators are run: compiled code draws other random numbers than
+    torch itself, so it stands for a plain model that draws any.
+    """
     graph = lowered.graph.graph
     plain_args, spare_args = _copy(args), _copy(args)
+    plain = whole() if any(_draws(op) for op in lowered.graph.ops) else lambda box: graph.gm(*box)
     devices = [graph.device] if graph.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
-        expected = graph.gm(*plain_args)
+        expected = plain(list(plain_args))
     result = lowered(list(args))
     expected, found = _torch.tree_leaves(expected), _torch.tree_leaves(result)
     pairs = [(f"result {i}", e, r) for i, (e, r) in enumerate(zip(expected, found, strict=True))]
@@ -66,8 +73,8 @@ def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> 
     """Finds the first operator whose result differs, by running the operators one after the other."""
     advice = "if one of its rules says splittable=True, or a replace_func stands for it, that is the first suspect"
     if lowered.all_values is not None:
-        expected = _plain_values(lowered.graph, _copy(args))
-        found = lowered.all_values(list(args))
+        found = lowered.all_values(list(_copy(args)))
+        expected = _plain_values(lowered.graph, args, found)
         for op in lowered.graph.ops:
             for v in op.writes:
                 if v in found and (gap := difference(expected[v], found[v])) is not None:
@@ -82,16 +89,23 @@ def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> 
     return VerifyError(f"{what} differs from the plain model's: {problem}", advice=advice)
 
 
-def _plain_values(graph: OpGraph, args: Sequence[Any]) -> dict[int, Any]:
-    """Every value between operators, from a run of the uncut graph."""
+def _draws(op: Op) -> bool:
+    """Random numbers: from the generator, or again from a seed that it gave before."""
+    return any(storage == RNG for storage, _ in op.touches) or _torch.draws_again(op.module)
+
+
+def _plain_values(graph: OpGraph, args: Sequence[Any], given: Mapping[int, Any]) -> dict[int, Any]:
+    """Every value between operators, from a run of the uncut graph; what was drawn at random, as it is `given`."""
     wanted = {v.name: v.index for v in graph.values if v.input is None}
+    drawn = {v for op in graph.ops if _draws(op) for v in op.writes if v in given}
     found: dict[int, Any] = {}
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            result = super().run_node(n)
-            if n.name in wanted:
-                found[wanted[n.name]] = result
+            v = wanted.get(n.name)
+            result = given[v] if v in drawn else super().run_node(n)
+            if v is not None:
+                found[v] = result
             return result
 
     with torch.no_grad():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import dynaflow as df
-from tests.distributed import pretrained
+from tests.distributed import pretrained, training
 from tests.distributed.models import compare, is_split, lanes_of
 
 
@@ -19,4 +20,10 @@ def llama() -> None:
         assert lanes_of(plan, ".all_reduce") == {"network"}
 
 
-CASES: dict[str, Callable[[], None]] = {"llama": llama}
+CASES: dict[str, Callable[[], None]] = {
+    "llama": llama,
+    "train_tensor_parallel": training.tensor_parallel,
+    "train_data_parallel": partial(training.data_parallel, operators="eager"),
+    "train_sharded": training.CASES["sharded"],
+    "train_summed": training.CASES["summed"],
+}

@@ -38,7 +38,7 @@ def test_two_ranks(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("case", four.CASES)
 def test_four_ranks(case: str, outcome) -> None:  # type: ignore[no-untyped-def]
-    outcome("four", 4, 120.0).check(case, 4)
+    outcome("four", 4, 240.0).check(case, 4)
 
 
 @pytest.mark.parametrize("case", training.CASES)

@@ -163,6 +163,18 @@ def test_frozen_parameters_and_tied_weights() -> None:
     assert "fixed.weight" not in found
 
 
+def test_a_backward_pass_of_nothing_but_gradients_of_weights() -> None:
+    """Below the head all is frozen: a scheduler that splits whatever it gets is not to blame."""
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(6, 8)
+    model.layers.requires_grad_(False)
+    expected = gradients(model, model, {"x": x})
+    fast = compiled(model, Each(STACK_RULES, split=2, lanes=2))
+    for _ in range(2):
+        assert_same(gradients(model, fast, {"x": x}), expected)
+    assert fast.stats.plain_graphs == 1 and "can be split" in fast.stats.plain_reasons[0]
+
+
 def test_a_loss_of_the_whole_batch() -> None:
     """The mean is taken over all rows, whatever the split."""
 

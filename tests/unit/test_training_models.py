@@ -160,12 +160,25 @@ class CheckpointedDropped(Dropped):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class CheckpointedMasked(Dropped):
+    """By whole numbers, which are drawn in another way."""
+
+    def masked(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return self.outer(x * torch.randint(0, 2, x.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.masked, x, use_reentrant=False)
+
+
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11 can't trace it with a batch that varies")
-def test_what_was_dropped_is_dropped_again() -> None:
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", [CheckpointedDropped, CheckpointedMasked])
+def test_what_was_dropped_is_dropped_again(kind: Callable[[], Dropped], operators: str) -> None:
     """The backward pass computes the activations once more, with the same random numbers."""
     torch.manual_seed(0)
-    model, x = CheckpointedDropped(), torch.randn(6, 8)
-    fast = compiled(model, verify=True)
+    model, x = kind(), torch.randn(6, 8)
+    fast = compiled(model, verify=True, operators=operators)
     for split in SPLITS:
         fast.set_scheduler(Each(INNER_OUTER, split=split, lanes=2))
         model.zero_grad()
@@ -281,3 +294,68 @@ def test_a_second_backward_through_the_same_call() -> None:
 
     expected = {name: g.clone() for name, g in twice(model).items()}
     assert_same(twice(compiled(model, Each(STACK_RULES, lanes=2))), expected, EXACT)
+
+
+# Ways to go back
+
+
+def two_calls(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    (call(x).square().sum() + call(x[:5]).exp().mean() * call(x).mean()).backward()
+
+
+def hooks(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    handle = model.head.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[operator, union-attr]
+    call(x).square().sum().backward()
+    handle.remove()
+
+
+def grad_of_some(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    wanted: Any = (model.head.weight, model.layers[0].attn.weight)  # type: ignore[index, union-attr]
+    for parameter, gradient in zip(wanted, torch.autograd.grad(call(x).square().sum(), wanted), strict=True):
+        parameter.grad = gradient
+
+
+def frozen_for_a_while(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    for wanted in (True, False, True):
+        model.layers[0].requires_grad_(wanted)  # type: ignore[index]
+        call(x).square().sum().backward()
+
+
+def evaluated_between(model: nn.Module, call: Callable[..., Any], x: Tensor) -> None:
+    for rows, train in ((6, True), (4, False), (5, True)):
+        call(x[:rows]).square().sum().backward()
+        model.train(not train)
+        with torch.inference_mode():
+            call(x)
+    model.train()
+
+
+WAYS = (two_calls, hooks, grad_of_some, frozen_for_a_while, evaluated_between)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_ways_to_go_back(way: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    model, x = Stack().double(), torch.randn(6, 8).double()
+    found = []
+    for call in (model, compiled(model, Each(STACK_RULES, lanes=2))):
+        model.zero_grad()
+        way(model, call, x)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(found[1], found[0], EXACT)
+
+
+def test_results_of_all_kinds() -> None:
+    class Results(Stack):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"y": y, "more": (y.exp(), None, [y.sum(-1), 3]), "none": None, "kept": y.detach(), "x": x}
+
+    torch.manual_seed(0)
+    model, x = Results().double(), torch.randn(6, 8).double()
+    expected = gradients(model, model, {"x": x})
+    fast = compiled(model, Each(STACK_RULES, lanes=2))
+    assert_same(gradients(model, fast, {"x": x}), expected, EXACT)
+    result = fast(x)
+    assert result["none"] is result["more"][1] is None and result["more"][2][1] == 3
+    assert not result["kept"].requires_grad and result["x"] is x

@@ -234,3 +234,39 @@ def test_batch_norm_takes_the_whole_batch() -> None:
         step(x, y)
     model.eval()
     compare(model, lambda: cross_entropy(model(x), y), lambda: step(x, y))
+    with pytest.raises(df.SplitError, match="batch norm"):
+        step_of(Elsewhere(model.train()).loss)(x, y)
+    model.eval().head[0] = nn.BatchNorm1d(8, track_running_stats=False).double().eval()  # type: ignore[operator]
+    with pytest.raises(df.SplitError, match="batch norm"):
+        step_of(lambda x, y: cross_entropy(model(x), y))(x, y)
+
+
+class Elsewhere:
+    """Has a model that no closure leads to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.model(x), y)
+
+
+def test_inputs_are_those_that_the_model_takes() -> None:
+    model, x, y = stack_and_batch(6)
+
+    def loss(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        return cross_entropy(model(x) * scale, y)
+
+    step = step_of(loss)
+    compare(model, lambda: loss(x, y, 2.0), lambda: step(x, y, scale=2.0))
+    for args, kwargs, message in (
+        ((x, y, 1.0, 1.0), {}, "too many positional arguments"),
+        ((x, y), {"x": x}, "multiple values for argument 'x'"),
+        ((x,), {}, "missing a required argument: 'y'"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            step(*args, **kwargs)
+    step = step_of(lambda **inputs: loss(**inputs))
+    compare(model, lambda: loss(x, y), lambda: step(x=x, y=y))
+    with pytest.raises(df.SplitError, match="'inputs' has tensors inside"):
+        step_of(lambda *inputs: loss(*inputs))(x, y)

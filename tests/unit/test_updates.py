@@ -365,6 +365,17 @@ def test_gradients_that_are_there_already_are_refused(monkeypatch: pytest.Monkey
         loss_of(both.fast(x)).backward()
 
 
+def test_gradients_of_other_things_make_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, x = Beside(monkeypatch, Stack()), torch.randn(6, 8, requires_grad=True)
+    both.step(x=x)
+    with pytest.raises(df.DynaFlowError, match="nobody asked for the gradient"):
+        torch.autograd.grad(loss_of(both.fast(x)), x)
+    with pytest.raises(df.DynaFlowError, match="nobody asked for the gradient"):
+        loss_of(both.fast(x)).backward(inputs=[both.model.head.weight])  # type: ignore[union-attr, list-item]
+    both.compare()
+    both.step(x=x)
+
+
 def test_a_second_backward_is_refused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     both, x = Beside(monkeypatch, Stack()), torch.randn(6, 8)
     loss = loss_of(both.fast(x)) + loss_of(both.fast(x))
@@ -377,13 +388,26 @@ def test_steps_that_come_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -
     both.step(x=x)
     with pytest.raises(df.DynaFlowError, match="step\\(closure\\)"):
         both.optimizer.step(lambda: torch.zeros(()))
-    both.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-    with pytest.raises(df.DynaFlowError, match="GradScaler"):
-        both.optimizer.step()
-    del both.optimizer.found_inf  # type: ignore[attr-defined]
     loss = loss_of(both.fast(x)) + both.model.head.weight.square().sum()  # type: ignore[union-attr, operator]
     with pytest.raises(df.DynaFlowError, match="got another gradient from outside"):
         loss.backward()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_scaled_gradients_are_refused(fused: bool, unscale: bool) -> None:
+    model = Stack()
+    optimizer = adamw(model.parameters(), fused=fused)
+    fast = compiled(model, OptimizerBeside(), optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    scaler.scale(fast(torch.randn(6, 8)).sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(df.DynaFlowError, match="GradScaler"):
+        scaler.step(optimizer)
+    del fast
+    gc.collect()
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) == fused, "not as it was"
 
 
 def test_models_that_break_the_graph_are_refused() -> None:

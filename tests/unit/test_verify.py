@@ -226,6 +226,37 @@ def test_random_operators_draw_the_same_numbers() -> None:
     assert fast.stats.verified == 1
 
 
+class Noisy(nn.Module):
+    """Draws twice, and has a liar behind that."""
+
+    def __init__(self, lies: bool) -> None:
+        super().__init__()
+        self.lies, self.inner = lies, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.inner(x), 0.5)
+        x = nn.functional.dropout(x + 1, 0.1)
+        with df.mark("liar", splittable=True):
+            return x.softmax(0 if self.lies else 1)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_dropout_is_no_difference_and_hides_none(operators: Any, train: bool) -> None:
+    """Compiled code draws other numbers than torch; what is named is what differs, and not what drew."""
+    rules = [df.SplitModule("inner")]
+    with torch.set_grad_enabled(train):
+        for scheduler in (df.Sequential(), Each(rules, lanes=2)):
+            fast = compiled(Noisy(lies=False), scheduler, operators=operators, verify=True)
+            result = fast(X)
+            if train:
+                result.square().sum().backward()
+            assert fast.stats.verified == 1 + train
+        with pytest.raises(df.VerifyError) as caught:
+            compiled(Noisy(lies=True), Each(rules), operators=operators, verify=True)(X)
+    assert caught.value.op == "liar"
+
+
 def test_gradients_after_a_verified_run() -> None:
     model = Stack()
     fast = compiled(model, Each(STACK_RULES), verify=True)
