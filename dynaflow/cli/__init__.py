@@ -27,5 +27,7 @@ def main() -> None:
     try:
         app()
     except DynaFlowError as e:
-        errors.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+        text = f"{type(e).__name__}: {e}"
+        # Folded between words alone: a path stays one that can be copied.
+        errors.print(text, style="red", markup=False, highlight=False, overflow="ignore", crop=False)
         raise SystemExit(2) from None
