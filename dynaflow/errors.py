@@ -9,7 +9,11 @@ import importlib
 import os
 import sys
 
-_PACKAGE, _IMPORTS = os.path.dirname(os.path.abspath(__file__)), os.path.dirname(importlib.__file__)
+import torch
+
+_OTHERS = tuple(f"{os.path.dirname(os.path.abspath(file or ''))}{os.sep}"
+                for file in (__file__, importlib.__file__, torch.__file__))  # fmt: skip
+"""Where code lies that is not the user's."""
 
 
 class DynaFlowError(Exception):
@@ -63,7 +67,7 @@ def user_line() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and "/torch/" not in name and not name.startswith("<"):
+        if not name.startswith((*_OTHERS, "<")):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -74,7 +78,7 @@ def raised_at(error: BaseException) -> str | None:
     line, tb = None, error.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _IMPORTS, "<frozen", "<dynaflow")) and "/torch/" not in name:
+        if not name.startswith((*_OTHERS, "<frozen", "<dynaflow")):
             line = f"{name}:{tb.tb_lineno}"
         tb = tb.tb_next
     return line
