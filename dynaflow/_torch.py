@@ -377,13 +377,13 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def gets_gradient(parameter: torch.Tensor) -> bool:
-    """Whether the backward pass that is under way will leave a gradient at it. Seen on 2.13."""
+    """Whether the backward pass that is under way will leave a gradient at it. Seen on 2.11 and 2.13."""
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def have_scalers_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """GradScaler.step comes to the optimizer's own step, and its hooks, even if there are no gradients: else it fails
-    without a word of why. Returns the function that takes that back. Seen on 2.13."""
+    without a word of why. Returns the function that takes that back. Seen on 2.11 and 2.13."""
     had = getattr(optimizer, "_step_supports_amp_scaling", False)
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return lambda: setattr(optimizer, "_step_supports_amp_scaling", had)
