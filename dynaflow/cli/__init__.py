@@ -5,7 +5,7 @@ from __future__ import annotations
 try:
     import typer
 
-    from dynaflow.cli.output import errors  # which prints with rich
+    from dynaflow.cli.output import complain  # which prints with rich
 except ModuleNotFoundError as e:
     raise SystemExit(f"the command line needs {e.name}: pip install 'dynaflow[cli]'") from e
 
@@ -27,7 +27,5 @@ def main() -> None:
     try:
         app()
     except DynaFlowError as e:
-        text = f"{type(e).__name__}: {e}"
-        # Folded between words alone: a path stays one that can be copied.
-        errors.print(text, style="red", markup=False, highlight=False, overflow="ignore", crop=False)
+        complain(f"{type(e).__name__}: {e}")
         raise SystemExit(2) from None

@@ -40,6 +40,11 @@ class _Output(Console):
 out, errors = _Output(), _Output(stderr=True)
 
 
+def complain(text: str) -> None:
+    """Folded between words alone: a path stays one that can be copied."""
+    errors.print(text, style="red", markup=False, highlight=False, overflow="ignore", crop=False)
+
+
 class Folded:
     """A text that is folded behind spaces and signs, where there is no room for it: rich knows of spaces alone."""
 

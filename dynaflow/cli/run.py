@@ -16,7 +16,7 @@ import dynaflow as df
 from dynaflow import _torch
 from dynaflow.cli import arguments as of
 from dynaflow.cli.measured import device_name, device_of, longest, recorded, restorer
-from dynaflow.cli.output import Folded, errors, listed, nothing_else, out, print_json, show, table
+from dynaflow.cli.output import Folded, complain, listed, nothing_else, out, print_json, show, table
 from dynaflow.tune.measure import side_by_side, timings
 from dynaflow.verify import difference
 
@@ -89,8 +89,7 @@ def run(
         modules = plain.modules() if isinstance(plain, torch.nn.Module) else ()
         if any(m.training and "Dropout" in type(m).__name__ for m in modules):
             advice = "the model is in training mode, and drops others at each call: return model.eval()"
-        errors.print(f"{strategy} gives other results than the plain model: {problem}\n  what to do: {advice}",
-                     style="red", markup=False, highlight=False)  # fmt: skip
+        complain(f"{strategy} gives other results than the plain model: {problem}\n  what to do: {advice}")
         raise typer.Exit(1)
 
 
