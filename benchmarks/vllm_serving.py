@@ -25,6 +25,8 @@ LIMIT = 0.99
 READY = 1.1
 SHORT = 3
 """Rounds of a workload of few requests, which takes seconds; one that takes half a minute has one."""
+WARM = (128, 16)
+"""Requests and tokens out that are enough to have met all kinds of steps."""
 CLOSE = 0.2
 """How far logarithms of probabilities may be apart in bfloat16."""
 
@@ -147,19 +149,20 @@ def _ready(servers: dict[str, tuple[Server, float]], scheduler: str) -> Figure:
 def _serve(
     servers: dict[str, tuple[Server, float]], workload: tuple[int, int, int], settings: Settings
 ) -> dict[str, list[dict[str, Any]]]:
-    """Compares the probabilities of first tokens; then all serve the workload, in turns, once to warm up."""
-    few = (min(16, workload[0]), workload[1], 1)
+    """Compares the probabilities of first tokens; then all serve the workload, in turns, and a part of it before."""
+    requests, tokens_in, tokens_out = workload
+    few = (min(16, requests), tokens_in, 1)
     expected = servers["stock"][0].serve(few)["first"]
     for name, (server, _) in servers.items():
         away = max(abs(a - b) for a, b in zip(expected, server.serve(few)["first"], strict=True))
         if away > CLOSE:
             raise WrongResult(f"{name}: probabilities are {away:.2g} apart from stock's")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
-    for turn in range(1 + (settings.rounds or (SHORT if workload[0] < 100 else 1))):
+    for server, _ in servers.values():
+        server.serve((min(WARM[0], requests), tokens_in, min(WARM[1], tokens_out)))
+    for _ in range(settings.rounds or (SHORT if requests < 100 else 1)):
         for name, (server, _) in servers.items():
-            answer = server.serve(workload)
-            if turn:
-                found[name].append(answer)
+            found[name].append(server.serve(workload))
     return found
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.declared import by_rows
+from dynaflow.capture.declared import by_rows, left_alone
 from dynaflow.engine import Engine
 from dynaflow.errors import DynaFlowError
 from dynaflow.schedule.plan import Plan
@@ -153,6 +153,7 @@ def tell_rows(
     rows.meta["example_value"] = like.new_empty((size,), dtype=torch.int32, device="cpu")
     inputs.append(rows.meta["example_value"])
     by_rows(f"{TOLD}::*")
+    left_alone(f"{TOLD}::*")
     for node, overload in asking.items():
         node.target = _told(overload, within, opaque)
         node.args = (rows, *node.args)

@@ -26,6 +26,7 @@ class Collective:
 _globs: dict[str, frozenset[str]] = {}
 """Names of operators -> which of their arguments must be complete for earlier rows, too."""
 _collectives: dict[str, Collective] = {}
+_left_alone: set[str] = set()
 
 
 def by_rows(*operators: Any, follows: Sequence[str] = ()) -> None:
@@ -56,6 +57,14 @@ def collective(*operators: Any, group: str, dim: str | int | None = None, named:
         _collectives[name] = Collective(group=group, dim=dim, named=named)
 
 
+def left_alone(*operators: Any) -> None:
+    """Declares that custom operators are called as they are, between pieces of compiled code.
+
+    Each is an operator (`torch.ops.mine.read_cache`) or a glob on names ("mine::*").
+    """
+    _left_alone.update(_names("left_alone", operators))
+
+
 def _names(who: str, operators: Sequence[Any]) -> list[str]:
     names = []
     for operator in operators:
@@ -79,6 +88,13 @@ def collective_of(target: Any) -> Collective | None:
     if not isinstance(packet, _torch.OpOverloadPacket):
         return None
     return next((how for glob, how in _collectives.items() if fnmatchcase(packet._qualified_op_name, glob)), None)
+
+
+def is_left_alone(node: fx.Node) -> bool:
+    packet = _torch.packet_of(node.target)
+    return isinstance(packet, _torch.OpOverloadPacket) and any(
+        fnmatchcase(packet._qualified_op_name, glob) for glob in _left_alone
+    )
 
 
 def followed(node: fx.Node) -> list[fx.Node]:

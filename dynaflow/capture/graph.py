@@ -25,6 +25,8 @@ from dynaflow.errors import SplitError, nearest
 BatchDims = Mapping[str, int | None]
 Phase = Literal["inference", "forward", "backward"]
 DynamicDims = Mapping[str, Sequence[int]]
+KIND = "dynaflow_kind"
+"""Where a node's `meta`, and that of its copies, says what a compiler has to know of it: a Shape or an expression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +119,12 @@ class CapturedGraph:
         for node in gm.graph.nodes:
             example = node.meta.get("example_value")
             if isinstance(example, torch.Tensor):
-                self.shapes[node] = Shape.of(example)
+                self.shapes[node] = node.meta[KIND] = Shape.of(example)
                 for size in (*example.size(), *example.stride()):
                     self._read_hint(size)
             else:
+                if isinstance(example, (int, torch.SymInt)):
+                    node.meta[KIND] = _torch.expression(example)
                 self._read_hint(example)
         self.batch_symbols = tuple(self._batch_symbols()) if batch_symbols is None else batch_symbols
 

@@ -24,8 +24,7 @@ from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_bui
 from dynaflow.options import check_options, defaults, scheduler_of
 from dynaflow.strategies.serving import Serving, serving
 
-VERSIONS = ("0.26", "0.32")
-"""The first is for CUDA, and was seen there with small models and both of its runners; the second is tested on CPU."""
+VERSIONS = ("0.26", "0.32")  # the first was measured on CUDA, the second is tested on CPU
 BACKEND = f"{__name__}.backend"
 
 
@@ -43,11 +42,14 @@ def plugin() -> None:
 
 
 def options_of(config: Any) -> dict[str, Any] | None:
-    """What the user asks of us; None: nothing."""
+    """What the user asks of us; None: nothing. Operators are compiled where vLLM compiles its own: on CUDA."""
+    from vllm.platforms import current_platform
+
     given = config.additional_config.get("dynaflow") if isinstance(config.additional_config, Mapping) else None
     if given is None and "scheduler" in (elsewhere := defaults()):
         given = elsewhere
-    return None if given is None else dict(given)
+    operators = "inductor" if current_platform.is_cuda_alike() else "eager"
+    return None if given is None else {"operators": operators, **given}
 
 
 def _configure(post_init: Callable[..., None], config: Any) -> None:
@@ -55,10 +57,9 @@ def _configure(post_init: Callable[..., None], config: Any) -> None:
     if (options := options_of(config)) is not None:
         check_options(options)  # now: what is misspelled is no reason to go on without it
         scheduler_of(**options)
-        if why := _refusal(config):
-            logging.getLogger(__name__).warning("dynaflow stays out, vLLM runs as it is: %s", why)
-        else:
-            _take_over(config.compilation_config)
+        if not (why := _refusal(config)):
+            return _take_over(config, options["operators"], post_init)
+        logging.getLogger(__name__).warning("dynaflow stays out, vLLM runs as it is: %s", why)
     post_init(config)
 
 
@@ -77,17 +78,21 @@ def _refusal(config: Any) -> str:
     return ""
 
 
-def _take_over(compilation: Any) -> None:
+def _take_over(config: Any, operators: str, post_init: Callable[..., None]) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.platforms import current_platform
 
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # it keeps compiled code; ours is made of plans, which are kept elsewhere
-    compilation.mode, compilation.backend = CompilationMode.DYNAMO_TRACE_ONCE, BACKEND
-    graphs = compilation.cudagraph_mode
+    compilation = config.compilation_config
+    graphs, compilation.mode = compilation.cudagraph_mode, CompilationMode.DYNAMO_TRACE_ONCE
     # Pieces are vLLM's way to cut graphs, and not ours. And a graph keeps the cuts that it was captured with: these fit
     # all batches of a size only if they are of answers, a token each.
     if current_platform.is_cuda_alike() and (graphs is None or graphs.mixed_mode() != CUDAGraphMode.NONE):
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    # By the backend's name vLLM decides whether layers are written out for a compiler, or call kernels of its own.
+    compilation.backend = "inductor" if operators == "inductor" else BACKEND
+    post_init(config)
+    compilation.backend = BACKEND
 
 
 def _with_options(init_backend: Callable[..., Any], compilation: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,8 +116,7 @@ def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kw
     if config.compilation_config.backend == BACKEND:
         Step.entangled = ""
         if config.cache_config.enable_prefix_caching:
-            ranks = config.parallel_config.decode_context_parallel_size
-            groups = runner.kv_cache_config.kv_cache_groups
+            ranks, groups = config.parallel_config.decode_context_parallel_size, runner.kv_cache_config.kv_cache_groups
             Blocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner)
 
 
@@ -146,8 +150,7 @@ def _torch_group(given: str | int) -> str:
     from vllm.distributed.parallel_state import _groups
 
     for group in filter(None, (reference() for reference in _groups.values())):
-        memory = getattr(group.device_communicator, "dist_module", None)
-        if given in (group.unique_name, getattr(memory, "handle", None)):
+        if given in (group.unique_name, getattr(getattr(group.device_communicator, "dist_module", 0), "handle", None)):
             return str(group.device_group.group_name)
     return ANY
 

@@ -146,8 +146,7 @@ def remember_builds(group: Any) -> None:
 
 
 def _noted(group: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    made = method(*args, **kwargs)
-    given = [*args, *kwargs.values()]
+    made, given = method(*args, **kwargs), [*args, *kwargs.values()]
     common = next((a for a in given if hasattr(a, "query_start_loc_cpu")), None)
 
     def build(builder: Any, part: Any) -> Any:
@@ -173,8 +172,7 @@ class Blocks:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = sizes
-        """The tokens of a block, in each group of layers."""
+        self.sizes = sizes  # the tokens of a block, in each group of layers
         self.held: dict[str, list[list[int]]] = {}
         """By request: its blocks in each group of layers."""
         self.why_whole = ""
@@ -210,8 +208,7 @@ class Blocks:
         starting = {r.req_id for r in new} | running.resumed_req_ids
         given = [(r.req_id, r.block_ids, r.num_computed_tokens) for r in new]
         given += zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True)
-        holders: Counter[int] = Counter()
-        written: set[int] = set()
+        holders, written = Counter[int](), set[int]()
         for request, blocks, computed in given:
             if request in starting:
                 self.held[request] = [list(group) for group in blocks]

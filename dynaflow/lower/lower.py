@@ -209,9 +209,13 @@ class Lowerer:
         return Elastic(lowered, program, lambda plan, sizes: self.lower(plan, graph, sizes, functions))
 
     def _elastic_sequence(self, job: _Job) -> Elastic | None:
-        if self.operators.mode != "eager":  # compiled code is for one size, or for those that a guard allows
-            return None
-        run = self.whole(job.graph.graph, job.sizes)
+        program = Program(arguments=0, lanes=[], used=[])
+        if (source := self._whole(job.graph.graph)) is None:
+            run = self.operators.as_it_is(job.graph.graph.gm)
+        else:
+            run, fits = self.operators.get_for_all(source, job.sizes)
+            self.operators.finish()
+            program.conditions.append(((0,), fits))
 
         def run_whole(args: list[Any]) -> Any:
             args.pop()  # the cuts
@@ -219,7 +223,7 @@ class Lowerer:
 
         lowered = Lowered(job.plan, job.graph, run_whole)
         lowered.remark = lambda row: _timed(job, Lowered(job.plan, job.graph, run_whole))
-        return Elastic(lowered, Program(arguments=0, lanes=[], used=[]), lambda plan, sizes: lowered)
+        return Elastic(lowered, program, lambda plan, sizes: lowered)
 
     def _uncut(self, job: _Job) -> Lowered:
         lowered = Lowered(job.plan, job.graph, self.whole(job.graph.graph, job.sizes))
@@ -285,14 +289,19 @@ class Lowerer:
 
     def whole(self, graph: CapturedGraph, sizes: Sizes) -> Boxed:
         """The uncut graph."""
-        if self.operators.mode == "eager" or any(i.kind is None for i in graph.inputs):
+        if (source := self._whole(graph)) is None:
             return self.operators.as_it_is(graph.gm)
-        inputs = tuple(i.kind for i in graph.inputs)
-        still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
-        source = Source(module=graph.gm, inputs=inputs, still=still, tensors=False, free=frozenset())
         call = self.operators.get(source, sizes)
         self.operators.finish()
         return call
+
+    def _whole(self, graph: CapturedGraph) -> Source | None:
+        """The uncut graph for the compiler; None if it runs as it is."""
+        if self.operators.mode == "eager" or any(i.kind is None for i in graph.inputs):
+            return None
+        inputs = tuple(i.kind for i in graph.inputs)
+        still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
+        return Source(module=graph.gm, inputs=inputs, still=still, tensors=False, free=frozenset())
 
     # CUDA graphs
 

@@ -16,8 +16,9 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow._torch import Boxed
-from dynaflow.capture.graph import Shape, Thing, copied
+from dynaflow.capture.graph import KIND, Shape, Thing, copied
 from dynaflow.capture.probe import concrete
+from dynaflow.lower.left_alone import Piece, in_turn, leaves_some_alone, pieces_of
 
 Mode = Literal["inductor", "eager"]
 Sizes = dict[sympy.Symbol, int]
@@ -78,6 +79,8 @@ class Operators:
         self.shared = 0
         self._lock = threading.Lock()
         self._known: dict[Any, list[_Compiled]] = {}
+        self._turns: dict[Any, list[tuple[Boxed, Callable[[Sizes], bool]]]] = {}
+        """Graphs that are compiled in pieces."""
         self._uncompiled: WeakKeyDictionary[fx.GraphModule, Boxed] = WeakKeyDictionary()
         self._kernels = _torch.Kernels()
 
@@ -97,6 +100,9 @@ class Operators:
             return self.as_it_is(source.module)
         if strides is None:
             strides = tuple(strides_of(i, sizes) if isinstance(i, Shape) else None for i in source.inputs)
+        if leaves_some_alone(source.module):
+            given = dict(zip(source.module.graph.find_nodes(op="placeholder"), strides, strict=True))
+            return self._in_turn(source, lambda p, part: self.get(part, sizes, _strides(p, part, sizes, given)))
         key = _key(source)
         with self._lock:
             variants = self._known.setdefault(key, [])
@@ -116,6 +122,11 @@ class Operators:
         """A function for these sizes and others, and for which. To be called after `finish`."""
         if self.mode == "eager":
             return self.as_it_is(source.module), lambda sizes: True
+        if leaves_some_alone(source.module):
+            known = self._turns.setdefault(_key(source), [])
+            if not (fitting := [turn for turn in known if turn[1](sizes)]):
+                known += (fitting := [self._in_turn_for_all(source, sizes)])
+            return fitting[0]
         with self._lock:
             variants = self._known.setdefault(_key(source), [])
             found = next((v for v in variants if v.sizes is None and v.fits(sizes, ())), None)
@@ -129,6 +140,24 @@ class Operators:
             made = found
             return made.call, lambda sizes: made.fits(sizes, ())
 
+    def _in_turn(self, source: Source, get: Callable[[Piece, Source], Boxed]) -> Boxed:
+        """The graph piece by piece, with what `get` says for those that are compiled."""
+        pieces = pieces_of(source.module)
+        parts = [_part(piece, source) for piece in pieces]
+        calls = [get(piece, part) if part else self.as_it_is(piece.module) for piece, part in zip(pieces, parts)]
+        return in_turn(source.module.graph, pieces, calls)
+
+    def _in_turn_for_all(self, source: Source, sizes: Sizes) -> tuple[Boxed, Callable[[Sizes], bool]]:
+        conditions: dict[int, Callable[[Sizes], bool]] = {}
+
+        def get(_: Piece, part: Source) -> Boxed:
+            call, fits = self.get_for_all(part, sizes)
+            conditions[id(call)] = fits  # of those that are alike, once
+            return call
+
+        call = self._in_turn(source, get)
+        return call, lambda sizes: all(fits(sizes) for fits in conditions.values())
+
     def finish(self) -> None:
         """Waits until all that `get` has given can be called."""
         with self._lock:
@@ -137,6 +166,28 @@ class Operators:
 
 def strides_of(shape: Shape, sizes: Sizes) -> tuple[int, ...]:
     return tuple(concrete(e, sizes) for e in shape.stride)
+
+
+def _part(piece: Piece, source: Source) -> Source | None:
+    """A piece to be compiled; None if it can't be."""
+    kinds = dict(zip(source.module.graph.find_nodes(op="placeholder"), source.inputs, strict=True))
+    inputs = tuple(kinds[node] if node in kinds else node.meta.get(KIND) for node in piece.reads)
+    if piece.alone or None in inputs:
+        return None
+    still = {node for i, node in enumerate(kinds) if i in source.still}
+    return Source(
+        module=piece.module,
+        inputs=inputs,
+        still=frozenset(i for i, node in enumerate(piece.reads) if node in still),
+        tensors=all(isinstance(node.meta.get(KIND), Shape) for node in piece.writes),
+        free=source.free,
+    )
+
+
+def _strides(piece: Piece, part: Source, sizes: Sizes, given: dict[fx.Node, tuple[int, ...] | None]) -> Strides:
+    """Of what a piece takes: as they were `given` for the inputs of the graph, else as the shapes say."""
+    shapes = zip(piece.reads, part.inputs, strict=True)
+    return tuple(given[n] if n in given else strides_of(i, sizes) if isinstance(i, Shape) else None for n, i in shapes)
 
 
 def _compile_for(source: Source, sizes: Sizes, strides: Strides) -> _Compiled:

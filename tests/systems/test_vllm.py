@@ -42,6 +42,11 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     "auto": {"scheduler": "auto"},
     "auto that tunes": {"scheduler": "auto", "scheduler_options": {"seconds": 0.2, "most": 1}},
 }
+COMPILED: dict[str, dict[str, Any]] = {
+    "sequential": {"scheduler": "sequential", "operators": "inductor"},
+    "nanoflow in 2": {"scheduler": "nanoflow", "scheduler_options": {"parts": 2}},
+}
+"""In one process, where the first says that operators are compiled."""
 MOST_PARTS = {
     "nanoflow in 2": 2,
     "nanoflow in 3": 3,
@@ -110,6 +115,27 @@ def phase(step: Results) -> str:
 def test_answers_are_those_of_stock_vllm(stock: Results, scheduled: Results, scheduler: str, workload: str) -> None:
     answers = scheduled["schedulers"][scheduler]["served"][workload]["answers"]
     assert_same(answers, stock["served"][workload]["answers"])
+
+
+@pytest.fixture(scope="module")
+def compiled(model: str) -> Results:
+    result = Path(model).parent / "compiled.json"
+    return run("tests.systems.vllm_run", "scheduled", model, str(result), json.dumps(COMPILED), result=result)
+
+
+@pytest.mark.parametrize("scheduler", COMPILED)
+def test_compiled_operators_answer_as_stock_vllm_does(stock: Results, compiled: Results, scheduler: str) -> None:
+    found = compiled["schedulers"][scheduler]
+    for workload, served in found["served"].items():
+        assert_same(served["answers"], stock["served"][workload]["answers"])
+    cut = [step for step in steps_of(found) if len(step["parts"]) > 1]
+    assert bool(cut) == (scheduler != "sequential")
+
+
+def test_operators_are_compiled_once_for_all_layers_and_steps(compiled: Results) -> None:
+    stats = compiled["schedulers"]["sequential"]["stats"]
+    assert stats["runs"] > 100 and stats["operators_compiled"] == 0, "all were, when vLLM started"
+    assert 0 < compiled["operators_compiled"] < 10
 
 
 def test_the_workloads_are_what_they_are_meant_to_be(stock: Results, scheduled: Results) -> None:
@@ -294,9 +320,14 @@ def test_without_the_setting_vllm_is_untouched(model: str, monkeypatch: pytest.M
     assert integration.BACKEND not in without.stdout
 
 
-def test_with_the_setting_vllm_hands_us_its_graph(model: str, caplog: pytest.LogCaptureFixture) -> None:
-    compilation = configured(model, **NANOFLOW).compilation_config
+@pytest.mark.parametrize(("operators", "own"), [("inductor", "none"), ("eager", "all"), (None, "all")])
+def test_with_the_setting_vllm_hands_us_its_graph(
+    model: str, caplog: pytest.LogCaptureFixture, operators: str | None, own: str
+) -> None:
+    given = {"scheduler": "nanoflow", **({"operators": operators} if operators else {})}
+    compilation = configured(model, additional_config={"dynaflow": given}).compilation_config
     assert (int(compilation.mode), compilation.backend) == (2, integration.BACKEND)
+    assert own in compilation.custom_ops, "kernels of vLLM's own, where nothing is compiled"
     assert "stays out" not in caplog.text
 
 
@@ -305,7 +336,8 @@ def test_the_environment_is_a_setting_too(model: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("DYNAFLOW_SCHEDULER_OPTIONS", '{"parts": 4}')
     config = configured(model)
     assert config.compilation_config.backend == integration.BACKEND
-    assert integration.options_of(config) == {"scheduler": "nanoflow", "scheduler_options": {"parts": 4}}
+    expected = {"scheduler": "nanoflow", "scheduler_options": {"parts": 4}, "operators": "eager"}
+    assert integration.options_of(config) == expected
 
 
 @pytest.mark.parametrize(

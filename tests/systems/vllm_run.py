@@ -175,19 +175,25 @@ def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
     (forward,) = integration.forwards()
     found = {}
     for name, setting in schedulers.items():
-        forward.engine.set_scheduler(integration.in_vllm(**setting))
+        forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
         llm.reset_prefix_cache()
         before = dataclasses.replace(forward.stats)
         served = {workload: dataclasses.asdict(serve(llm, requests)) for workload, requests in workloads().items()}
         notes = forward.engine._schedules.notes.values()
-        counters = ("runs", "sequential_runs", "plans", "scheduler_calls", "plain_graphs")
+        counters = ("runs", "sequential_runs", "plans", "scheduler_calls", "plain_graphs", "operators_compiled")
         found[name] = {
             "served": served,
             "stats": {counter: getattr(forward.stats, counter) - getattr(before, counter) for counter in counters},
             "lanes": sorted({lane.name for plan in forward.plans for lane in plan.lanes}),
             "tuned": [[tried.measured is not None for tried in note.tried] for note in notes if note],
         }
-    return {"schedulers": found, "graphs": forward.stats.graphs, "asked": sorted(Uneven.asked)}
+    stats = forward.stats
+    return {
+        "schedulers": found,
+        "graphs": stats.graphs,
+        "operators_compiled": stats.operators_compiled,
+        "asked": sorted(Uneven.asked),
+    }
 
 
 def run_processes(folder: str, schedulers: Settings) -> dict[str, Any]:

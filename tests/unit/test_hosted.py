@@ -66,14 +66,14 @@ def within(start: int, stop: int) -> Any:
 class Server:
     """A model in the system, under a scheduler."""
 
-    def __init__(self, scheduler: df.OpSchedulerBase) -> None:
+    def __init__(self, scheduler: df.OpSchedulerBase, operators: str = "eager") -> None:
         self.lengths: list[int] = []
         self.why_whole = ""
         self.hosted: list[Hosted] = []
 
         def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
             engine = api._engine(
-                None, {"scheduler": scheduler, "operators": "eager", "facts": lambda: System.batch.facts}
+                None, {"scheduler": scheduler, "operators": operators, "facts": lambda: System.batch.facts}
             )
             given = [*inputs]
             gm = copied(gm)
@@ -109,8 +109,9 @@ def fresh() -> Iterator[None]:
     declared._globs.update(known)
 
 
-def test_operators_find_what_belongs_to_their_rows() -> None:
-    server = Server(serving(Each(split=2), MOST))
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_operators_find_what_belongs_to_their_rows(operators: str) -> None:
+    server = Server(serving(Each(split=2), MOST), operators)
     assert server.serve([3, 3]) == [3, 3]
     assert server.serve([1, 5, 2, 4]) == [6, 6]
     assert server.serve([1, 1, 1, 1], padding=4) == [3, 5]
@@ -132,6 +133,17 @@ def test_one_plan_serves_all_batches_of_about_the_same_size() -> None:
     server.serve([9, 9, 3, 3], why_whole="because")
     server.serve([4, 9, 3, 3], why_whole="because")
     assert hosted.stats.scheduler_calls == 3
+
+
+def test_compiled_code_serves_batches_of_all_sizes() -> None:
+    server = Server(serving(df.Sequential(), MOST), "inductor")
+    server.serve([9, 9, 3, 3])
+    (hosted,) = server.hosted
+    compiled = hosted.stats.operators_compiled
+    for lengths in ([4, 5, 6, 7], [2, 2], [60, 7]):
+        assert server.serve(lengths) == []
+    server.serve([5, 6], why_whole="because")
+    assert hosted.stats.operators_compiled == compiled == 3, "what is before, between and after those that are told"
 
 
 def test_a_part_is_made_once_and_others_are_refused() -> None:

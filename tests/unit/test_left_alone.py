@@ -1,0 +1,172 @@
+"""Operators that are called as they are, and compiled code between them."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import dynaflow as df
+from dynaflow.capture import declared
+from dynaflow.lower.left_alone import in_turn, leaves_some_alone, pieces_of
+
+SEEN: list[bool] = []
+"""By call of an operator below: did it get what a user of eager torch would hand it?"""
+
+
+@torch.library.custom_op("dynaflow_tests::look_outside", mutates_args=("out",))
+def look_outside(out: Tensor, x: Tensor, y: Tensor) -> None:
+    SEEN.append(type(x) is Tensor)
+    out.copy_(x * y)
+
+
+@look_outside.register_fake
+def _(out: Tensor, x: Tensor, y: Tensor) -> None:
+    return None
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    SEEN.clear()
+    declared.left_alone("dynaflow_tests::look_outside")
+    with torch.no_grad():
+        yield
+    declared._left_alone.discard("dynaflow_tests::look_outside")
+
+
+def layer(x: Tensor, weight: Tensor) -> Tensor:
+    """As attention is in serving systems: it writes to a view of memory that the code before it has made."""
+    one, other = (x @ weight).relu().split(x.shape[1], dim=1)
+    out = torch.empty_like(x)
+    look_outside(out.view(-1, x.shape[1]), one, other)
+    return torch.rms_norm(out + other, (x.shape[1],))
+
+
+def model(x: Tensor, weights: list[Tensor]) -> Tensor:
+    for weight in weights:
+        x = layer(x, weight)
+    return x * 2
+
+
+def weights(layers: int, width: int = 8) -> list[Tensor]:
+    return [torch.randn(width, 2 * width) for _ in range(layers)]
+
+
+class Stretching(df.OpSchedulerBase):
+    elastic = True
+
+    def key(self, ctx: df.ScheduleContext) -> Any:
+        return "all"
+
+
+@pytest.mark.parametrize("scheduler", [df.Sequential, Stretching])
+def test_layers_that_are_alike_are_compiled_once(scheduler: type[df.OpSchedulerBase]) -> None:
+    given = weights(6)
+    fast = df.compile(model, scheduler(), batch_dims={"x": 0})
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(fast(x, given), model(x, given))
+    assert fast.stats.graphs == 1 and fast.stats.sequential_runs == 1
+    assert fast.stats.operators_compiled == 3, "what is before the first, between two, and after the last"
+    assert SEEN == [True] * 12
+
+
+def test_one_compilation_serves_all_sizes_of_an_elastic_plan() -> None:
+    given = weights(3)
+    fast = df.compile(model, Stretching(), batch_dims={"x": 0})
+    for rows in (5, 9, 64, 2, 5, 31):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(fast(x, given), model(x, given))
+    assert fast.stats.plans == 1 and fast.stats.operators_compiled == 3
+
+
+def test_micro_batches_are_compiled_in_pieces_too() -> None:
+    class Halves(df.OpSchedulerBase):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            ctx.split(2)
+            while ops := ctx.get_ready_ops():
+                for op in ops:
+                    ctx.execute(op)
+
+    declared.by_rows("dynaflow_tests::look_outside")
+    given = weights(3)
+    fast = df.compile(model, Halves(), batch_dims={"x": 0}, verify=True)
+    for rows in (6, 7):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(fast(x, given), model(x, given))
+        assert len(fast.plan(x, given).micro_batches) == 2
+    assert fast.stats.verified == 2
+
+
+def traced(layers: int) -> fx.GraphModule:
+    found = []
+
+    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(gm)
+        return gm.forward
+
+    torch.compile(model, backend=keep, fullgraph=True)(torch.randn(4, 8), weights(layers))
+    return found[0]
+
+
+def test_pieces_are_the_graph_cut_where_something_is_left_alone() -> None:
+    gm = traced(2)
+    pieces = pieces_of(gm)
+    assert [piece.alone for piece in pieces] == [False, True, False, True, False]
+    nodes = [n for p in pieces for n in p.module.graph.nodes if n.op == "call_function"]
+    assert len(nodes) == len([n for n in gm.graph.nodes if n.op == "call_function"])
+    for piece in pieces:
+        assert leaves_some_alone(piece.module) == piece.alone
+        for node in piece.writes:
+            assert isinstance(node.meta["example_value"], Tensor), "no tuples, which compiled code does not return"
+    assert leaves_some_alone(gm)
+
+
+def test_what_a_tuple_holds_is_taken_out_where_it_was_made() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    both = graph.call_function(torch.split, (x, 2))
+    graph.call_function(torch.ops.dynaflow_tests.look_outside.default, (x, x, x))
+    first = graph.call_function(operator.getitem, (both, 0))
+    graph.output((graph.call_function(torch.neg, (first,)), None, first))
+    gm = fx.GraphModule({}, graph)
+    before, alone, after = pieces_of(gm)
+    assert before.writes == (first,) and alone.alone and after.reads == (first,)
+    value = torch.randn(4, 3)
+    expected = -(value * value)[:2]
+    calls = [lambda box, m=p.module: m(*box) for p in (before, alone, after)]
+    negative, nothing, kept = in_turn(graph, [before, alone, after], calls)([value])
+    torch.testing.assert_close(negative, expected)
+    assert nothing is None and kept.data_ptr() == value.data_ptr()
+
+
+def test_values_go_after_their_last_use() -> None:
+    gm = traced(2)
+    pieces = pieces_of(gm)
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def watched(module: fx.GraphModule) -> Any:
+        def call(box: list[Any]) -> Any:
+            given = tuple(box)
+            box.clear()
+            results = module(*given)
+            del given
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in made))
+            made.extend(weakref.ref(r) for r in results)
+            return results
+
+        return call
+
+    args = [torch.randn(n.meta["example_value"].shape) for n in gm.graph.find_nodes(op="placeholder")]
+    given = [weakref.ref(arg) for arg in args]
+    in_turn(gm.graph, pieces, [watched(p.module) for p in pieces])(args)
+    assert args == [] and not any(ref() is not None for ref in given)
+    assert max(alive) <= 4 < len(made), "not all that were made before"
