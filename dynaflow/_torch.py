@@ -442,6 +442,11 @@ def opaque_type_name(kind: type) -> str:
     return get_opaque_type_name(kind)
 
 
+def timing_event() -> Any:
+    """An event without the Python that torch.cuda.Event puts around each method. Seen on 2.11."""
+    return torch._C._CudaEventBase(enable_timing=True)
+
+
 def set_stream(stream: Any) -> None:
     """Makes `stream` current: what torch.cuda.set_stream does, less its checks."""
     torch._C._cuda_setStream(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from dynaflow import _torch
 from dynaflow.errors import RecordingError
 from dynaflow.lower.lower import Lowered
 from dynaflow.lower.marks import Marks
@@ -415,7 +416,7 @@ def _taken(count: int, device: torch.device) -> list[Any]:
         events = _events.setdefault(device, [])
         at = max(0, len(events) - count)
         taken, events[at:] = events[at:], []
-    return taken + [torch.cuda.Event(enable_timing=True) for _ in range(count - len(taken))]
+    return taken + [_torch.timing_event() for _ in range(count - len(taken))]
 
 
 def _give(raw: _Raw) -> None:
