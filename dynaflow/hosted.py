@@ -29,6 +29,7 @@ TOLD = "dynaflow_told"
 """The namespace of the operators that take the others' places, under their names."""
 Within = Callable[[int, int], AbstractContextManager[None]]
 """The context for the rows from one to another."""
+_NOTHING = contextlib.nullcontext()
 _library = torch.library.Library(TOLD, "FRAGMENT")
 
 
@@ -100,12 +101,13 @@ class Batch:
         """In this context the system's operators find a part."""
         raise NotImplementedError
 
+    def entered(self, start: int, stop: int) -> AbstractContextManager[None]:
+        """In this context they find these rows."""
+        return _NOTHING if (start, stop) == (0, self.rows) else self._entered(start, stop)
+
     @contextlib.contextmanager
-    def entered(self, start: int, stop: int) -> Iterator[None]:
-        """In this context they find these rows. One thread at a time: where they look is a global of the system's."""
-        if (start, stop) == (0, self.rows):
-            yield
-            return
+    def _entered(self, start: int, stop: int) -> Iterator[None]:
+        """One thread at a time: where they look is a global of the system's."""
         with self._lock:
             if (start, stop) not in self.parts:
                 ends = [0, *itertools.accumulate(self.requests)]

@@ -97,6 +97,10 @@ def is_left_alone(node: fx.Node) -> bool:
     )
 
 
+def leaves_some_alone(gm: fx.GraphModule) -> bool:
+    return any(is_left_alone(node) for node in gm.graph.nodes)
+
+
 def followed(node: fx.Node) -> list[fx.Node]:
     """The arguments of a call that must be complete for earlier rows, too."""
     packet = _torch.packet_of(node.target)

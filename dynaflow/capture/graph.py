@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import sympy
@@ -153,23 +154,27 @@ class CapturedGraph:
             if expr.is_Symbol and size.node.has_hint():
                 self.hints[expr] = _torch.hinted(size)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         shapes = [i.shape for i in self.inputs if i.shape is not None]
         return next((s.device for s in shapes if s.device.type != "cpu"), torch.device("cpu"))
 
     def symbol_values(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """What every symbol stands for in this call."""
-        values: dict[sympy.Symbol, int] = {}
-        for given, arg in zip(self.inputs, args, strict=True):
+        return {s: int(args[i] if dim is None else args[i].size(dim)) for s, (i, dim) in self._symbol_places.items()}
+
+    @cached_property
+    def _symbol_places(self) -> dict[sympy.Symbol, tuple[int, int | None]]:
+        """Which input tells what a symbol stands for: a number does, or else a tensor by its size on a dim."""
+        places: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for i, given in enumerate(self.inputs):
             if given.symbol is not None and given.symbol.is_Symbol:
-                values[given.symbol] = int(arg)
-        for given, arg in zip(self.inputs, args, strict=True):
-            if given.shape is not None:
-                for expr, actual in zip(given.shape.size, arg.size(), strict=True):
-                    if expr.is_Symbol and expr not in values:
-                        values[expr] = int(actual)
-        return values
+                places[given.symbol] = (i, None)
+        for i, given in enumerate(self.inputs):
+            for dim, expr in enumerate(given.shape.size if given.shape is not None else ()):
+                if expr.is_Symbol and expr not in places:
+                    places[expr] = (i, dim)
+        return places
 
     def batch_spaces(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
         """The symbols that stand for the rows of the batch, and those for the requests of a ragged one.

@@ -28,10 +28,6 @@ class Piece:
     """It is an operator that is called as it is."""
 
 
-def leaves_some_alone(module: fx.GraphModule) -> bool:
-    return any(is_left_alone(node) for node in module.graph.nodes)
-
-
 def pieces_of(module: fx.GraphModule) -> list[Piece]:
     """In order."""
     return [_piece(module, nodes, alone) for nodes, alone in _groups(module.graph)]

@@ -16,9 +16,10 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow._torch import Boxed
+from dynaflow.capture.declared import leaves_some_alone
 from dynaflow.capture.graph import KIND, Shape, Thing, copied
 from dynaflow.capture.probe import concrete
-from dynaflow.lower.left_alone import Piece, in_turn, leaves_some_alone, pieces_of
+from dynaflow.lower.left_alone import Piece, in_turn, pieces_of
 
 Mode = Literal["inductor", "eager"]
 Sizes = dict[sympy.Symbol, int]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
+from dynaflow.capture.declared import leaves_some_alone
 from dynaflow.capture.ops import OpGraph
 from dynaflow.errors import DynaFlowError
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
@@ -91,6 +92,9 @@ class Tuner:
         known = self._known()
         if known is not None:
             return known
+        if not self.measures and not self.ranks and leaves_some_alone(self.ctx.graph.graph.gm):
+            why = "what some operators do can't be predicted, and nothing is to be measured"
+            return self.sequence, Decision(chosen=SEQUENCE, why=why, tried=(Tried(name=SEQUENCE),))
         if self.measures:
             self.trials.lowered(self.sequence)  # which is compiled in any case: no part of the time for tuning
             self.start = time.perf_counter()

@@ -224,7 +224,7 @@ def test_the_engine_in_a_process_of_its_own(stock: Results, model: str) -> None:
 # Several ranks, and experts
 
 RANKED: dict[str, dict[str, Any]] = {
-    "nanoflow in 2": {"scheduler": "nanoflow", "scheduler_options": {"parts": 2}},
+    "nanoflow in 2": {"scheduler": "nanoflow", "scheduler_options": {"parts": 2}, "operators": "inductor"},
     "comm_overlap in 2": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 2}},
     "comm_overlap in 3": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 3}},
 }
@@ -273,7 +273,7 @@ def test_collectives_of_vllm_on_cuda_are_known(ranks: Results) -> None:
 
 def test_experts_run_in_two_parts(tmp_path: Path) -> None:
     folder, result = vllm_model.small_moe(tmp_path / "experts"), tmp_path / "experts.json"
-    setting = {"dual_batch": {"scheduler": "dual_batch"}}
+    setting = {"dual_batch": {"scheduler": "dual_batch", "operators": "inductor"}}
     found = run("tests.systems.vllm_run", "experts", folder, str(result), json.dumps(setting), result=result)
     assert not found["stock"]["steps"], "it ran under a schedule"
     assert_same(found["served"]["answers"], found["stock"]["answers"])

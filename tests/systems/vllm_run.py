@@ -242,7 +242,7 @@ def _schedule_by(self: Any, setting: dict[str, Any]) -> None:
     from dynaflow.integrations import vllm as integration
 
     (forward,) = integration.forwards()
-    forward.engine.set_scheduler(integration.in_vllm(**setting))
+    forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
 
 
 def _collectives(self: Any) -> dict[str, Any]:

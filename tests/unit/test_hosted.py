@@ -208,6 +208,15 @@ def test_auto_decides_once_for_about_as_many_parts() -> None:
     assert len(asked) == 2, "two parts or three, and one"
 
 
+def test_auto_does_not_guess_what_a_systems_operators_do() -> None:
+    server = Server(serving(Auto(seconds=0.0), MOST))
+    assert server.serve([3, 3, 3]) == []
+    (hosted,) = server.hosted
+    (note,) = hosted.engine._schedules.notes.values()
+    assert note.chosen == "sequential" and "can't be predicted" in str(note)
+    assert hosted.stats.scheduler_calls == 1, "no candidate was asked for a plan"
+
+
 def test_auto_tries_what_would_serve() -> None:
     tried = []
 

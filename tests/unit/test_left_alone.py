@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 import dynaflow as df
 from dynaflow.capture import declared
-from dynaflow.lower.left_alone import in_turn, leaves_some_alone, pieces_of
+from dynaflow.capture.declared import leaves_some_alone
+from dynaflow.lower.left_alone import in_turn, pieces_of
 
 SEEN: list[bool] = []
 """By call of an operator below: did it get what a user of eager torch would hand it?"""
