@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from dynaflow._torch import Boxed
+from dynaflow._torch import REGIONS, SET_GRAD, Boxed
 from dynaflow.capture.declared import is_left_alone
+
+_REGION_MARKS = {*REGIONS, *REGIONS.values(), SET_GRAD}
+"""Cut off from its marks, what lies in a region would not be compiled for it: a graph with regions stays as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class Piece:
     reads: tuple[fx.Node, ...]
     writes: tuple[fx.Node, ...]
     alone: bool
-    """It is an operator that is called as it is."""
+    """It is called as it is."""
 
 
 def pieces_of(module: fx.GraphModule) -> list[Piece]:
@@ -36,9 +39,10 @@ def pieces_of(module: fx.GraphModule) -> list[Piece]:
 def _groups(graph: fx.Graph) -> list[tuple[list[fx.Node], bool]]:
     found: list[tuple[list[fx.Node], bool]] = []
     group: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    if any(node.target in _REGION_MARKS for node in calls):
+        return [(calls, True)]
+    for node in calls:
         if node.target is operator.getitem and node.args[0] in group:  # pieces return tensors, not tuples
             nodes = group[node.args[0]]
         elif is_left_alone(node):
@@ -77,7 +81,7 @@ def in_turn(graph: fx.Graph, pieces: Sequence[Piece], calls: Iterable[Boxed]) ->
         done = [place[node] for node in piece.reads if last[node] == i]
         steps.append((call, [place[n] for n in piece.reads], done, [place[n] for n in piece.writes]))
     idle = [place[node] for node in inputs if node not in last]
-    results = [place[given] if isinstance(given, fx.Node) else None for given in output.args[0]]
+    results = [(place[given] if isinstance(given, fx.Node) else None, given) for given in output.args[0]]
     more = len(place) - len(inputs)
 
     def run(args: list[object]) -> list[object]:
@@ -91,6 +95,6 @@ def in_turn(graph: fx.Graph, pieces: Sequence[Piece], calls: Iterable[Boxed]) ->
                 values[i] = None
             for i, value in zip(writes, call(box)):
                 values[i] = value
-        return [None if i is None else values[i] for i in results]
+        return [constant if i is None else values[i] for i, constant in results]
 
     return run

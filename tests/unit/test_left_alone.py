@@ -135,16 +135,27 @@ def test_what_a_tuple_holds_is_taken_out_where_it_was_made() -> None:
     both = graph.call_function(torch.split, (x, 2))
     graph.call_function(torch.ops.dynaflow_tests.look_outside.default, (x, x, x))
     first = graph.call_function(operator.getitem, (both, 0))
-    graph.output((graph.call_function(torch.neg, (first,)), None, first))
+    graph.output((graph.call_function(torch.neg, (first,)), None, 7, first))
     gm = fx.GraphModule({}, graph)
     before, alone, after = pieces_of(gm)
     assert before.writes == (first,) and alone.alone and after.reads == (first,)
     value = torch.randn(4, 3)
     expected = -(value * value)[:2]
     calls = [lambda box, m=p.module: m(*box) for p in (before, alone, after)]
-    negative, nothing, kept = in_turn(graph, [before, alone, after], calls)([value])
+    negative, nothing, seven, kept = in_turn(graph, [before, alone, after], calls)([value])
     torch.testing.assert_close(negative, expected)
-    assert nothing is None and kept.data_ptr() == value.data_ptr()
+    assert nothing is None and seven == 7 and kept.data_ptr() == value.data_ptr()
+
+
+def test_what_is_in_a_region_is_not_cut_off_from_it() -> None:
+    def mixed(x: Tensor, weights: list[Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x, weights)
+
+    given, x = weights(2), torch.randn(5, 8)
+    fast = df.compile(mixed, Stretching(), batch_dims={"x": 0})
+    torch.testing.assert_close(fast(x, given), mixed(x, given), rtol=0, atol=0)
+    assert fast.stats.operators_compiled == 0 and fast.stats.runs == 1
 
 
 def test_values_go_after_their_last_use() -> None:
