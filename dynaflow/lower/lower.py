@@ -208,7 +208,7 @@ class Lowerer:
         lowered.remark = lambda row: self._cut(replace(job, marked=True, row=row), elastic=True)[0]
         return Elastic(lowered, program, lambda plan, sizes: self.lower(plan, graph, sizes, functions))
 
-    def _elastic_sequence(self, job: _Job) -> Elastic | None:
+    def _elastic_sequence(self, job: _Job) -> Elastic:
         program = Program(arguments=0, lanes=[], used=[])
         if (source := self._whole(job.graph.graph)) is None:
             run = self.operators.as_it_is(job.graph.graph.gm)

@@ -14,7 +14,7 @@ import dynaflow as df
 from dynaflow.schedule import ranks
 from dynaflow.strategies.comm_overlap import CommOverlap
 from tests.distributed import library
-from tests.distributed.models import compare, numbers, tensor_parallel
+from tests.distributed.models import compare, in_double, numbers, tensor_parallel
 
 SOON = 20.0
 """Seconds, on a machine that has other things to do."""
@@ -93,11 +93,6 @@ def never_calls() -> None:
     assert "on all ranks" in raised.value.advice
 
 
-CASES: dict[str, Callable[[], None]] = {
-    "unordered": unordered,
-    "decided_differently": decided_differently,
-    "declared": declared,
-    "one_in_sequence": one_in_sequence,
-    "other_sizes": other_sizes,
-    "never_calls": never_calls,
-}
+CASES: dict[str, Callable[[], None]] = in_double(
+    unordered, decided_differently, declared, one_in_sequence, other_sizes, never_calls
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,21 @@ def whole_numbers(module: nn.Module, seed: int) -> nn.Module:
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed + sum(shape))).float()
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randint(-2, 3, shape, generator=generator).to(torch.get_default_dtype())
+
+
+def in_double(*cases: Callable[[], None]) -> dict[str, Callable[[], None]]:
+    """By name. Alone, rows are summed in another order than together: with singles that shows, on some machines."""
+
+    def run(case: Callable[[], None]) -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            case()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return {case.__name__: partial(run, case) for case in cases}
 
 
 def exchanged(x: Tensor) -> Tensor:

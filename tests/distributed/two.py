@@ -25,6 +25,7 @@ from tests.distributed.models import (
     SequenceModel,
     compare,
     exchanged,
+    in_double,
     is_merged,
     is_split,
     lanes_of,
@@ -423,14 +424,8 @@ CASES: dict[str, Callable[[], None]] = {
     "llama_decode": llama_decode,
     "mixtral": partial(moe, pretrained.mixtral),
     "qwen3_moe": partial(moe, pretrained.qwen3_moe),
-    "experts_exchanged": experts_exchanged,
-    "chunks_by_choice": chunks_by_choice,
-    "rows_exchanged": rows_exchanged,
-    "sequence_parallel": sequence_parallel,
-    "spread_between_operators": spread_between_operators,
-    "fused_patterns": fused_patterns,
-    "sums_in_one_place": sums_in_one_place,
-    "compiled_operators": compiled_operators,
-    "declared_collectives": declared_collectives,
-    "declared_dims": declared_dims,
-}
+    **in_double(
+        experts_exchanged, chunks_by_choice, rows_exchanged, sequence_parallel, spread_between_operators,
+        fused_patterns, sums_in_one_place, compiled_operators, declared_collectives, declared_dims,
+    ),
+}  # fmt: skip
