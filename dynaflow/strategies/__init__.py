@@ -6,7 +6,9 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
 from dynaflow.imported import imported
@@ -28,6 +30,8 @@ CLASSES = {
     "auto": "Auto",
 }
 """By name, which is also the file's."""
+PLAIN: dict[Any, type] = {bool: Integral, int: Integral, float: Real, str: str, NoneType: NoneType}
+"""Annotations by which options are judged, and what passes for them."""
 
 
 def make(name: str, **options: Any) -> OpSchedulerBase:
@@ -40,6 +44,10 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
         wrong = next((option for option in options if option not in known), None)
         what = f"strategy {name!r} has no option {wrong!r}" if wrong else f"strategy {name!r}: {e}"
         raise ScheduleError(what, advice=f"{_meant(wrong or '', known)}{_told(known.values())}") from None
+    for option, value in options.items():
+        if wanted := _other_kind(kind, option, value):
+            known = inspect.signature(kind).parameters
+            raise ScheduleError(f"strategy {name!r}: {option}={value!r} is no {wanted}", advice=_told(known.values()))
     try:
         made: OpSchedulerBase = kind(**options)
     except DynaFlowError:
@@ -49,6 +57,18 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
         what = f"strategy {name!r} can't be made with {told or 'no options'}: {type(e).__name__}: {e}"
         raise ScheduleError(what, line=raised_at(e), advice=_told(inspect.signature(kind).parameters.values())) from e
     return made
+
+
+def _other_kind(kind: type, option: str, value: Any) -> str:
+    """What an option is to be, by its annotation, if a value is something else. Only plain annotations are judged."""
+    try:
+        hint = get_type_hints(kind.__init__).get(option)  # type: ignore[misc]
+    except Exception:  # a class of the user's may name what only a type checker knows
+        return ""
+    allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if not set(allowed) <= set(PLAIN) or any(isinstance(value, PLAIN[a]) for a in allowed):
+        return ""
+    return " or ".join("None" if a is NoneType else a.__name__ for a in allowed)
 
 
 def _meant(wanted: str, names: Iterable[str]) -> str:

@@ -74,6 +74,8 @@ def test_the_names_that_there_are() -> None:
         (["--strategy", "nanoflows"], "nanoflow"),
         (["--strategy", "nowhere:Class"], "no scheduler at 'nowhere:Class': No module named 'nowhere'"),
         (["--strategy", f"{__name__}:NoScheduler"], "is no scheduler"),
+        (["--option", "parts=abc"], "'nanoflow': parts='abc' is no int what to do: its options are parts=2,"),
+        (["--option", "sms=many"], "'nanoflow': sms='many' is no int or None what"),
         (["--option", "part=3"], "'nanoflow' has no option 'part' what to do: did you mean 'parts'? its"),
         (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "did you mean 'parts'? its options are parts=2"),
         (["--strategy", "sequential", "--option", "parts=3"], "it has no options"),

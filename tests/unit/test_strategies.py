@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -185,6 +186,20 @@ def test_a_scheduler_of_ones_own_by_name() -> None:
             strategies.make(name)
     with pytest.raises(df.ScheduleError, match="its options are"):
         strategies.make("tests.unit.test_strategies:Own", pats=3)
+
+
+def test_options_are_judged_by_plain_annotations() -> None:
+    for options, told in [
+        ({"parts": "abc"}, "parts='abc' is no int"),
+        ({"parts": 2.5}, "parts=2.5 is no int"),
+        ({"sms": "many"}, "sms='many' is no int or None"),
+        ({"attention": 3}, "attention=3 is no str"),
+    ]:
+        with pytest.raises(df.ScheduleError, match=re.escape(f"strategy 'nanoflow': {told}")):
+            strategies.make("nanoflow", **options)
+    for options in ({"sms": None}, {"sms": 64}, {"exclusive": 1}, {"merged": ("*.mlp",)}, {"by_rows": True}):
+        strategies.make("nanoflow", **options)
+    strategies.make("auto", seconds=3, among=["nanoflow"])
 
 
 # --- choosing --------------------------------------------------------------------------------------------
