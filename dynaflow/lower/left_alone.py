@@ -15,6 +15,7 @@ from torch import fx
 
 from dynaflow._torch import REGIONS, SET_GRAD, Boxed
 from dynaflow.capture.declared import is_left_alone
+from dynaflow.capture.graph import KIND
 
 _REGION_MARKS = {*REGIONS, *REGIONS.values(), SET_GRAD}
 """Cut off from its marks, what lies in a region would not be compiled for it: a graph with regions stays as it is."""
@@ -43,8 +44,8 @@ def _groups(graph: fx.Graph) -> list[tuple[list[fx.Node], bool]]:
     if any(node.target in _REGION_MARKS for node in calls):
         return [(calls, True)]
     for node in calls:
-        if node.target is operator.getitem and node.args[0] in group:  # pieces return tensors, not tuples
-            nodes = group[node.args[0]]
+        if node.target is operator.getitem and _is_tuple(node.args[0]) and node.args[0] in group:
+            nodes = group[node.args[0]]  # pieces return tensors, not tuples
         elif is_left_alone(node):
             nodes = []
             found.append((nodes, True))
@@ -56,6 +57,11 @@ def _groups(graph: fx.Graph) -> list[tuple[list[fx.Node], bool]]:
         nodes.append(node)
         group[node] = nodes
     return found
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    """Of tensors and numbers the kind is known."""
+    return KIND not in node.meta
 
 
 def _piece(whole: fx.GraphModule, nodes: list[fx.Node], alone: bool) -> Piece:

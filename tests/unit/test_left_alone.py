@@ -39,6 +39,7 @@ def fresh() -> Iterator[None]:
     with torch.no_grad():
         yield
     declared._left_alone.discard("dynaflow_tests::look_outside")
+    declared._globs.pop("dynaflow_tests::look_outside", None)
 
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:
@@ -75,6 +76,21 @@ def test_layers_that_are_alike_are_compiled_once(scheduler: type[df.OpSchedulerB
     assert fast.stats.graphs == 1 and fast.stats.sequential_runs == 1
     assert fast.stats.operators_compiled == 3, "what is before the first, between two, and after the last"
     assert SEEN == [True] * 12
+
+
+def picked(x: Tensor, order: Tensor) -> tuple[Tensor, ...]:
+    out = x * 2
+    before, view = out[order], out[1:, :2]
+    look_outside(out, x, x)
+    return out[order] + 1, out[0] + before, view - 1
+
+
+def test_what_is_taken_from_a_tensor_is_taken_in_its_turn() -> None:
+    """A copy shows what was there when it was made, and a view what is there when it is read."""
+    x, order = torch.randn(6, 4), torch.randperm(6)
+    fast = df.compile(picked, Stretching(), batch_dims={"x": 0})
+    torch.testing.assert_close(fast(x, order), picked(x, order))
+    assert fast.stats.operators_compiled == 2
 
 
 def test_one_compilation_serves_all_sizes_of_an_elastic_plan() -> None:
