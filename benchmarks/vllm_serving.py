@@ -26,7 +26,7 @@ READY = 1.1
 SHORT = 3
 """Rounds of a workload of few requests, which takes seconds; one that takes half a minute has one."""
 WARM = (128, 16)
-"""Requests and tokens out that are enough to have met all kinds of steps."""
+"""Before a workload is timed, so many of its requests are served, with so many tokens out: most kinds of steps."""
 CLOSE = 0.2
 """How far logarithms of probabilities may be apart in bfloat16."""
 

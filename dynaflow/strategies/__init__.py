@@ -37,16 +37,16 @@ PLAIN: dict[Any, type] = {bool: Integral, int: Integral, float: Real, str: str, 
 def make(name: str, **options: Any) -> OpSchedulerBase:
     """The strategy of this name, or the scheduler of your own at `module:Class` or `file.py:Class`."""
     kind = _own(name) if ":" in name else _strategy(name)
+    signature = inspect.signature(kind)
+    known = signature.parameters
     try:
-        inspect.signature(kind).bind(**options)
+        signature.bind(**options)
     except TypeError as e:
-        known = inspect.signature(kind).parameters
         wrong = next((option for option in options if option not in known), None)
         what = f"strategy {name!r} has no option {wrong!r}" if wrong else f"strategy {name!r}: {e}"
         raise ScheduleError(what, advice=f"{_meant(wrong or '', known)}{_told(known.values())}") from None
     for option, value in options.items():
         if wanted := _other_kind(kind, option, value):
-            known = inspect.signature(kind).parameters
             raise ScheduleError(f"strategy {name!r}: {option}={value!r} is no {wanted}", advice=_told(known.values()))
     try:
         made: OpSchedulerBase = kind(**options)
@@ -55,7 +55,7 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
     except Exception as e:
         told = ", ".join(f"{option}={value!r}" for option, value in options.items())
         what = f"strategy {name!r} can't be made with {told or 'no options'}: {type(e).__name__}: {e}"
-        raise ScheduleError(what, line=raised_at(e), advice=_told(inspect.signature(kind).parameters.values())) from e
+        raise ScheduleError(what, line=raised_at(e), advice=_told(known.values())) from e
     return made
 
 

@@ -175,7 +175,7 @@ def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
     (forward,) = integration.forwards()
     found = {}
     for name, setting in schedulers.items():
-        forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
+        _schedule_by(llm, setting)
         llm.reset_prefix_cache()
         before = dataclasses.replace(forward.stats)
         served = {workload: dataclasses.asdict(serve(llm, requests)) for workload, requests in workloads().items()}
@@ -239,6 +239,7 @@ def run_ranks(folder: str, schedulers: Settings) -> dict[str, Any]:
 
 
 def _schedule_by(self: Any, setting: dict[str, Any]) -> None:
+    """Here, or sent to vLLM's workers."""
     from dynaflow.integrations import vllm as integration
 
     (forward,) = integration.forwards()
