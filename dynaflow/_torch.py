@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode", "tree_leaves"]  # for the rooms to take from here
 
+TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
+
 Boxed = Callable[[list[Any]], Any]
 """A function that gets its arguments in a list and empties it: nobody else holds them, so each goes after its last
 use."""
@@ -201,6 +203,7 @@ def compile_operator(
     that has nothing to do, which takes half as long.
     """
     import torch._functorch.config
+    import torch._inductor.config
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -210,7 +213,9 @@ def compile_operator(
     def inner(graph: Any, given: Sequence[Any], **options: Any) -> Any:
         if len(given) == len(inputs):  # else some were left out, or put together
             options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *still})
-        made.append((compile_fx_inner(graph, given, **options), len(given)))
+        flat = TORCH < (2, 13) and returns_flat_sums(graph)
+        with torch._inductor.config.patch({"triton.mix_order_reduction": False} if flat else {}):
+            made.append((compile_fx_inner(graph, given, **options), len(given)))
         return made[-1][0]
 
     # A hit in AOTAutograd's cache would hand out the wrapper alone. Inductor's own cache stays in use.
@@ -234,6 +239,31 @@ def compile_operator(
         return results
 
     return call_and_tell
+
+
+def returns_flat_sums(gm: fx.GraphModule) -> bool:
+    """Would Inductor return a result in one dimension that has more? It does so before 2.13, where it reads a tensor
+    once for its sums over rows and over columns (mix_order_reduction). Views of such sums come out right, so dimensions
+    that a sum keeps are added behind it."""
+    aten = torch.ops.aten
+    sums = (aten.sum.dim_IntList, aten.prod.dim_int, aten.amax.default, aten.amin.default)
+    (output,) = gm.graph.find_nodes(op="output")
+    results = [node for node in output.all_input_nodes if node.target in sums and node.meta["val"].dim() > 1]
+    for node in results:
+        if node.args[2:3] == (True,):
+            value = node.meta["val"]
+            summed = [node.args[1]] if isinstance(node.args[1], int) else node.args[1]
+            dims = sorted(d % value.dim() for d in summed or range(value.dim()))
+            node.args, node.meta["val"] = (*node.args[:2], False, *node.args[3:]), value.squeeze(dims)
+            kept, users = node, tuple(node.users)
+            for d in dims:
+                with gm.graph.inserting_after(kept):
+                    inner, kept = kept, gm.graph.call_function(aten.unsqueeze.default, (kept, d))
+                kept.meta = {**node.meta, "val": inner.meta["val"].unsqueeze(d)}
+            for user in users:
+                user.replace_input_with(node, kept)
+    gm.recompile()
+    return any(node.target in sums and node.meta["val"].dim() > 1 for node in output.all_input_nodes)
 
 
 def _taking_a_list(wrapped: Any, gm: fx.GraphModule) -> Boxed:

@@ -188,3 +188,18 @@ def test_failing_operator_leaves_the_lanes_joined():
         assert torch.cuda.current_stream() == stream
         broken[0] = False
         torch.testing.assert_close(fast(x), model(x))
+
+
+def sums_by_rows_and_columns(x, y):
+    """As the backward pass of a norm: Inductor reads the product once for both."""
+    product = x * y
+    by_column = product.sum((0, 1), keepdim=True)
+    return product.sum(-1, keepdim=True) * x, by_column, product.view(-1, 8, 128).sum(0)
+
+
+def test_sums_keep_their_dimensions():
+    """Inductor of torch 2.11 would return the second and the third as one row of numbers."""
+    x, y = (torch.randn(8, 1024, 1024, device="cuda") for _ in range(2))
+    fast = df.compile(sums_by_rows_and_columns, df.Sequential())
+    with torch.no_grad():
+        assert gap(sums_by_rows_and_columns(x, y), fast(x, y)) < 1e-4

@@ -332,3 +332,26 @@ def test_products_under_autocast() -> None:
         x, weight = randn(4, 8), randn(5, 8)
         assert_equal(fast(x, weight), model(x, weight), tolerance=0.02)
     assert fast.stats.joined_bytes == 0
+
+
+def sums(x: Tensor) -> tuple[Tensor, ...]:
+    kept = x.sum((0, 1), keepdim=True)
+    return kept, x.amax(1, keepdim=True), x.sum((1, 2), keepdim=True), kept + 1, x.sum(0), x.sum((0, 1))
+
+
+def test_sums_that_are_returned_keep_their_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Inductor would flatten them (tests/gpu has such a case): the dimensions that are kept stand in a view."""
+    traced = torch.fx.experimental.proxy_tensor.make_fx(sums, tracing_mode="fake")(randn(4, 6, 8))
+    assert _torch.returns_flat_sums(traced), "the sum over rows of matrices is a matrix, without a view"
+    names = [node.target for node in traced.graph.find_nodes(op="output")[0].args[0]]
+    assert [name is torch.ops.aten.unsqueeze.default for name in names] == [True, True, True, False, False, False]
+    x = randn(4, 6, 8)
+    assert_equal(traced(x), sums(x))
+    for sizes in (4,), (B,):
+        monkeypatch.setattr(_torch, "TORCH", (2, 11))
+        given = source(sums, shape(*sizes, 6, 8))
+        operators = Operators("inductor")
+        call, _ = operators.get_for_all(given, {B: 4})
+        operators.finish()
+        for found, expected in zip(call([x]), sums(x), strict=True):
+            torch.testing.assert_close(found, expected)
