@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from dynaflow import api
+from dynaflow._torch import Boxed
 from dynaflow.capture.collectives import ANY
 from dynaflow.capture.declared import by_rows, collective
 from dynaflow.capture.graph import copied
@@ -37,6 +38,7 @@ def plugin() -> None:
 
     wrap(VllmConfig, "__post_init__", _configure)
     wrap(CompilationConfig, "init_backend", _with_options)
+    wrap(CompilationConfig, "is_attention_compiled_piecewise", lambda usual, c: c.backend == BACKEND or usual(c))
     wrap(AttentionGroup, "create_metadata_builders", _with_builders)
     wrap(WorkerWrapperBase, "initialize_from_config", _with_blocks)
 
@@ -85,19 +87,21 @@ def _take_over(config: Any, operators: str, post_init: Callable[..., None]) -> N
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # it keeps compiled code; ours is made of plans, which are kept elsewhere
     compilation = config.compilation_config
     graphs, compilation.mode = compilation.cudagraph_mode, CompilationMode.DYNAMO_TRACE_ONCE
-    # Pieces are vLLM's way to cut graphs, and not ours. And a graph keeps the cuts that it was captured with: these fit
-    # all batches of a size only if they are of answers, a token each.
-    if current_platform.is_cuda_alike() and (graphs is None or graphs.mixed_mode() != CUDAGraphMode.NONE):
+    # A graph keeps the cuts that it was captured with: these fit all batches of a size only if they are of answers, a
+    # token each. Others are captured by pieces, in sequence; vLLM takes it that only its own compiler can do that.
+    if mixed := current_platform.is_cuda_alike() and (graphs is None or graphs.mixed_mode() != CUDAGraphMode.NONE):
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     # By the backend's name vLLM decides whether layers are written out for a compiler, or call kernels of its own.
     compilation.backend = "inductor" if operators == "inductor" else BACKEND
     post_init(config)
     compilation.backend = BACKEND
+    if mixed and operators == "inductor" and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 def _with_options(init_backend: Callable[..., Any], compilation: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     found = init_backend(compilation, config, *args, **kwargs)
-    return functools.partial(backend, options=options_of(config)) if found is backend else found
+    return functools.partial(backend, options=options_of(config), config=config) if found is backend else found
 
 
 def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +124,7 @@ def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kw
             Blocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner)
 
 
-def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None) -> Any:
+def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Any = None, config: Any = None) -> Any:
     """What Dynamo calls with the graph of vLLM's forward pass."""
     from vllm.utils.torch_utils import LayerName
 
@@ -133,10 +137,26 @@ def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[s
     given: dict[str, Any] = {"operators": "eager", **(options or {})}
     scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
     engine = api._engine(None, {**given, "scheduler": scheduler, "facts": lambda: Step.now.facts})
+    if config is not None and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+        engine.operators.captured = functools.partial(_captured, config)
     gm, inputs = copied(gm), list(example_inputs)  # Dynamo still looks at the graph that it handed out
-    source = tell_rows(gm, inputs, _asks_context, _within, opaque=LayerName)
-    run = engine.backend(gm, inputs)
-    return run if source is None else Forward(run, source, engine)
+    asks = lambda op: op.namespace == "vllm" and any(a.name == "layer_name" for a in op._schema.arguments)  # noqa: E731
+    source = tell_rows(gm, inputs, asks, lambda *rows: Step.now.entered(*rows), opaque=LayerName)
+    return engine.backend(gm, inputs) if source is None else Forward(engine.backend(gm, inputs), source, engine)
+
+
+def _captured(config: Any, calls: list[Boxed]) -> list[Boxed]:
+    """The pieces of the forward pass in sequence, as vLLM captures them: in its runs without metadata."""
+    from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
+    from vllm.config import CUDAGraphMode
+
+    def captured(call: Boxed, first: bool, last: bool) -> Boxed:
+        how = CUDAGraphOptions(debug_log_enable=first, gc_disable=not first, weak_ref_output=last)
+        graphs = CUDAGraphWrapper(call, config, CUDAGraphMode.PIECEWISE, how)
+        known = graphs.concrete_cudagraph_entries
+        return lambda args: graphs(args) if Step.now.size in known or not Step.now.metadata else call(args)
+
+    return [captured(call, i == 0, i == len(calls) - 1) for i, call in enumerate(calls)]
 
 
 def in_vllm(scheduler: Any = None, scheduler_options: Any = None) -> Serving:
@@ -153,14 +173,6 @@ def _torch_group(given: str | int) -> str:
         if given in (group.unique_name, getattr(getattr(group.device_communicator, "dist_module", 0), "handle", None)):
             return str(group.device_group.group_name)
     return ANY
-
-
-def _asks_context(op: Any) -> bool:
-    return op.namespace == "vllm" and any(argument.name == "layer_name" for argument in op._schema.arguments)
-
-
-def _within(start: int, stop: int) -> Any:
-    return Step.now.entered(start, stop)
 
 
 class Forward(Hosted):

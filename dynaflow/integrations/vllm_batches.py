@@ -1,8 +1,8 @@
 """vLLM's batch, cut: the attention metadata, slot mappings and forward context of some of its tokens.
 
-vLLM tells its attention layers what to do by a context around the forward pass, for the batch as a whole. A micro-batch
-needs one of its own. It is built as vLLM builds the whole one: the common metadata are cut, between requests or inside
-of a long prompt, and handed to a metadata builder of the micro-batch's own, whose buffers nobody else writes.
+vLLM tells attention layers what to do by a context around the forward pass. A micro-batch has one of its own, built as
+vLLM builds the whole one: the common metadata are cut, between requests or inside of a long prompt, and handed to a
+metadata builder of the micro-batch's own, whose buffers nobody else writes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import torch
 from dynaflow.capture.alignment import by_name
 from dynaflow.hosted import Batch, wrap
 
-PIECE = 64
-"""A prompt may be cut wherever so many of its tokens are complete."""
-PARTS = 15
-"""Into so many a step may be cut: each has builders of metadata of its own, beside vLLM's."""
+PIECE = 64  # a prompt may be cut wherever so many of its tokens are complete
+PARTS = 15  # into so many a step may be cut: each has builders of metadata of its own, beside vLLM's
 UNKNOWN = "it is not known what its requests read"
 
 _FIELDS = by_name(
@@ -46,29 +44,28 @@ some fields nobody knows what parts of a request would have. If there is any oth
 class Step(Batch):
     """One forward pass of vLLM: what its context says, for the whole batch and for parts of it."""
 
-    now: ClassVar[Step]
-    """The one under way: as vLLM's forward context, a global, since lanes may run in threads of their own."""
-    entangled: ClassVar[str] = UNKNOWN
-    """Why the requests of this moment can't be parted, if they can't: `Blocks` knows."""
+    now: ClassVar[Step]  # as vLLM's forward context, a global, since lanes may run in threads of their own
+    entangled: ClassVar[str] = UNKNOWN  # why requests of this moment can't be parted, if they can't: `Blocks` knows
 
     def __init__(self, context: Any, rows: int) -> None:
         self.context = context
+        self.size = getattr(context, "batch_descriptor", None)  # as vLLM calls what it captures
         layers = getattr(context, "attn_metadata", None)
-        self._metadata = {id(m): m for m in layers.values()} if isinstance(layers, dict) else {}
+        self.metadata = {id(m): m for m in layers.values()} if isinstance(layers, dict) else {}
         lengths, piece = [], PIECE
         if not (why := self._why_whole()):
-            commons = [metadata._dynaflow_built[-1] for metadata in self._metadata.values()]
+            commons = [metadata._dynaflow_built[-1] for metadata in self.metadata.values()]
             starts = commons[0].query_start_loc_cpu.tolist()
             lengths = [b - a for a, b in itertools.pairwise(starts) if b > a]  # without requests that are padding, too
             piece = rows if any(way == "whole requests" for c in commons for _, _, way in _fields(c)) else PIECE
         super().__init__(rows, lengths, piece=piece, most=PARTS, why_whole=why)
 
     def _why_whole(self) -> str:
-        if not self._metadata:
+        if not self.metadata:
             return "there is no attention metadata: a profile run"
         if getattr(self.context, "dp_metadata", None) is not None:
             return "ranks with other requests take part"
-        for key, metadata in self._metadata.items():
+        for key, metadata in self.metadata.items():
             owner, *_, common = getattr(metadata, "_dynaflow_built", (0, None))
             if owner != key:  # it may be a copy, with something else in it
                 return "attention metadata of unknown origin"
@@ -78,7 +75,7 @@ class Step(Batch):
 
     def part(self, start: int, stop: int) -> Any:
         made = {}
-        for key, metadata in self._metadata.items():
+        for key, metadata in self.metadata.items():
             # In a capture all of this is captured, too: a replay cuts what vLLM has written to its buffers by then.
             _, group, build, common = metadata._dynaflow_built
             made[key] = build(group.get_metadata_builder(1 + len(self.parts)), cut(common, start, stop))
@@ -175,23 +172,14 @@ class Blocks:
         self.sizes = sizes  # the tokens of a block, in each group of layers
         self.held: dict[str, list[list[int]]] = {}
         """By request: its blocks in each group of layers."""
-        self.why_whole = ""
 
     def watch(self, runner: Any) -> None:
-        """From now on, `Step.entangled` is right while vLLM's runner runs a step."""
+        """From now on, `Step.entangled` is right while vLLM's runner runs a step, and while it drafts behind it."""
         wrap(runner, "execute_model", self._execute)
-        wrap(runner, "sample_tokens", self._judged)  # where tokens are drafted, with the same blocks
 
     def _execute(self, method: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.why_whole = self.judge(scheduler_output)
-        return self._judged(method, scheduler_output, *args, **kwargs)
-
-    def _judged(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        Step.entangled = self.why_whole
-        try:
-            return method(*args, **kwargs)
-        finally:
-            Step.entangled = ""  # dummy runs read nothing
+        Step.entangled = self.judge(scheduler_output)
+        return method(scheduler_output, *args, **kwargs)
 
     def judge(self, step: Any) -> str:
         """Why a step can't be cut, if it can't, by what vLLM's scheduler says of it. Has to see all steps."""

@@ -213,7 +213,7 @@ class Lowerer:
         if (source := self._whole(job.graph.graph)) is None:
             run = self.operators.as_it_is(job.graph.graph.gm)
         else:
-            run, fits = self.operators.get_for_all(source, job.sizes)
+            run, fits = self.operators.get_for_all(source, job.sizes, uncut=True)
             self.operators.finish()
             program.conditions.append(((0,), fits))
 

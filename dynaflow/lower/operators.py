@@ -23,6 +23,8 @@ from dynaflow.lower.left_alone import Piece, in_turn, pieces_of
 
 Mode = Literal["inductor", "eager"]
 Sizes = dict[sympy.Symbol, int]
+Captured = Callable[[list[Boxed]], list[Boxed]]
+"""Of the compiled pieces of a graph, in order: what is called in their places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,9 @@ class Operators:
         self._known: dict[Any, list[_Compiled]] = {}
         self._turns: dict[Any, list[tuple[Boxed, Callable[[Sizes], bool]]]] = {}
         """Graphs that are compiled in pieces."""
+        self.captured: Captured | None = None
+        """For an uncut graph whose pieces fit all sizes, and read nothing but the graph's inputs and each other's
+        results: so a captured one finds all where it was."""
         self._uncompiled: WeakKeyDictionary[fx.GraphModule, Boxed] = WeakKeyDictionary()
         self._kernels = _torch.Kernels()
 
@@ -119,14 +124,14 @@ class Operators:
             self.compiled += 1
             return made.call
 
-    def get_for_all(self, source: Source, sizes: Sizes) -> tuple[Boxed, Callable[[Sizes], bool]]:
+    def get_for_all(self, source: Source, sizes: Sizes, uncut: bool = False) -> tuple[Boxed, Callable[[Sizes], bool]]:
         """A function for these sizes and others, and for which. To be called after `finish`."""
         if self.mode == "eager":
             return self.as_it_is(source.module), lambda sizes: True
         if leaves_some_alone(source.module):
-            known = self._turns.setdefault(_key(source), [])
+            known = self._turns.setdefault((_key(source), uncut), [])
             if not (fitting := [turn for turn in known if turn[1](sizes)]):
-                known += (fitting := [self._in_turn_for_all(source, sizes)])
+                known += (fitting := [self._in_turn_for_all(source, sizes, self.captured if uncut else None)])
             return fitting[0]
         with self._lock:
             variants = self._known.setdefault(_key(source), [])
@@ -141,14 +146,21 @@ class Operators:
             made = found
             return made.call, lambda sizes: made.fits(sizes, ())
 
-    def _in_turn(self, source: Source, get: Callable[[Piece, Source], Boxed]) -> Boxed:
+    def _in_turn(
+        self, source: Source, get: Callable[[Piece, Source], Boxed], captured: Captured | None = None
+    ) -> Boxed:
         """The graph piece by piece, with what `get` says for those that are compiled."""
         pieces = pieces_of(source.module)
         parts = [_part(piece, source) for piece in pieces]
         calls = [get(piece, part) if part else self.as_it_is(piece.module) for piece, part in zip(pieces, parts)]
+        if captured is not None and _stay_put(pieces, parts):
+            compiled = iter(captured([call for call, part in zip(calls, parts) if part]))
+            calls = [next(compiled) if part else call for call, part in zip(calls, parts)]
         return in_turn(source.module.graph, pieces, calls)
 
-    def _in_turn_for_all(self, source: Source, sizes: Sizes) -> tuple[Boxed, Callable[[Sizes], bool]]:
+    def _in_turn_for_all(
+        self, source: Source, sizes: Sizes, captured: Captured | None
+    ) -> tuple[Boxed, Callable[[Sizes], bool]]:
         conditions: dict[int, Callable[[Sizes], bool]] = {}
 
         def get(_: Piece, part: Source) -> Boxed:
@@ -156,7 +168,7 @@ class Operators:
             conditions[id(call)] = fits  # of those that are alike, once
             return call
 
-        call = self._in_turn(source, get)
+        call = self._in_turn(source, get, captured)
         return call, lambda sizes: all(fits(sizes) for fits in conditions.values())
 
     def finish(self) -> None:
@@ -183,6 +195,12 @@ def _part(piece: Piece, source: Source) -> Source | None:
         tensors=all(isinstance(node.meta.get(KIND), Shape) for node in piece.writes),
         free=source.free,
     )
+
+
+def _stay_put(pieces: list[Piece], parts: list[Source | None]) -> bool:
+    """No piece that is compiled reads what an operator between them returns, in memory that is new in each call."""
+    new = {node for piece, part in zip(pieces, parts, strict=True) if part is None for node in piece.writes}
+    return not any(part and new.intersection(piece.reads) for piece, part in zip(pieces, parts, strict=True))
 
 
 def _strides(piece: Piece, part: Source, sizes: Sizes, given: dict[fx.Node, tuple[int, ...] | None]) -> Strides:

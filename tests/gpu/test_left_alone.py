@@ -61,3 +61,48 @@ def test_what_is_taken_from_a_tensor_is_taken_in_its_turn():
     fast = df.compile(picked, Stretching(), batch_dims={"x": 0})
     torch.testing.assert_close(fast(x, order), picked(x, order))
     assert fast.stats.operators_compiled == 2
+
+
+def test_pieces_in_cuda_graphs(given):
+    """As a server captures them: each by itself, in one pool, and what is left alone between them."""
+    pool, buffer = torch.cuda.graph_pool_handle(), torch.zeros(512, WIDTH, device="cuda")
+    step = {"rows": 0, "capture": False}
+
+    def captured(calls):
+        def one(call):
+            known = {}
+
+            def run(box):
+                if step["capture"]:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool):
+                        results = call(box)
+                    known[step["rows"]] = graph, [_weak(result) for result in results]
+                    return results
+                if step["rows"] not in known:
+                    return call(box)
+                graph, results = known[step["rows"]]
+                graph.replay()
+                return results
+
+            return run
+
+        return [one(call) for call in calls]
+
+    fast = df.compile(model, Stretching(), batch_dims={"x": 0})
+    fast._engine.operators.captured = captured
+    for rows, capture in [(256, False), (64, False), (256, True), (64, True)]:
+        step.update(rows=rows, capture=capture)
+        fast(buffer[:rows], given)
+    step["capture"] = False
+    for rows in (64, 256, 100, 256, 64):
+        step["rows"] = rows
+        x = buffer[:rows].copy_(torch.randn(rows, WIDTH))
+        torch.testing.assert_close(fast(x, given), model(x, given), rtol=1e-4, atol=1e-4)
+
+
+def _weak(tensor):
+    """The same memory, which it does not keep: the pool gives it to the pieces behind."""
+    size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, size)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())

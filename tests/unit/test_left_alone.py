@@ -120,6 +120,86 @@ def test_micro_batches_are_compiled_in_pieces_too() -> None:
     assert fast.stats.verified == 2
 
 
+class Pinned:
+    """As CUDA graphs of pieces: a piece reads and writes where it did when it first saw a size, whatever it is given."""
+
+    def __init__(self) -> None:
+        self.pieces, self.replays = 0, 0
+
+    def __call__(self, calls: list[Any]) -> list[Any]:
+        self.pieces += len(calls)
+        return [self._pinned(call) for call in calls]
+
+    def _pinned(self, call: Any) -> Any:
+        seen: dict[Any, tuple[list[Any], Any]] = {}
+
+        def run(box: list[Any]) -> Any:
+            size = tuple(given.shape if isinstance(given, Tensor) else given for given in box)
+            if size not in seen:
+                seen[size] = list(box), call(box)
+                return seen[size][1]
+            self.replays += 1
+            given, results = seen[size]
+            for result, found in zip(results, call(list(given)), strict=True):
+                result.copy_(found)
+            return results
+
+        return run
+
+
+def test_pieces_of_an_uncut_graph_may_stay_where_they_were_captured() -> None:
+    given, buffer, pinned = weights(3), torch.zeros(16, 8), Pinned()
+    fast = df.compile(model, Stretching(), batch_dims={"x": 0})
+    fast._engine.operators.captured = pinned
+    for rows in (5, 9, 5, 9, 9):
+        x = buffer[:rows].copy_(torch.randn(rows, 8))
+        torch.testing.assert_close(fast(x, given), model(x, given))
+    assert pinned.pieces == 4 and pinned.replays == 3 * 4
+
+
+@torch.library.custom_op("dynaflow_tests::look_and_return", mutates_args=())
+def look_and_return(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@look_and_return.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_pieces_that_read_new_memory_are_not_captured() -> None:
+    declared.left_alone("dynaflow_tests::look_and_return")
+
+    def between(x: Tensor) -> Tensor:
+        return look_and_return(x + 1) * 2
+
+    fast, pinned = df.compile(between, Stretching(), batch_dims={"x": 0}), Pinned()
+    fast._engine.operators.captured = pinned
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(fast(x), between(x))
+    assert fast.stats.operators_compiled == 2 and not pinned.pieces
+    declared._left_alone.discard("dynaflow_tests::look_and_return")
+
+
+def test_pieces_of_micro_batches_are_not_captured() -> None:
+    """A captured piece is known by the size of the whole batch."""
+
+    class Parted(Stretching):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            ctx.split(2)
+            while ops := ctx.get_ready_ops():
+                ctx.execute(ops[0])
+
+    declared.by_rows("dynaflow_tests::look_outside")
+    given, pinned = weights(3), Pinned()
+    fast = df.compile(model, Parted(), batch_dims={"x": 0})
+    fast._engine.operators.captured = pinned
+    for rows in (6, 8):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(fast(x, given), model(x, given))
+    assert len(fast.plan(x, given).micro_batches) == 2 and fast.stats.plans == 1 and not pinned.pieces
+
+
 def traced(layers: int) -> fx.GraphModule:
     found = []
 
