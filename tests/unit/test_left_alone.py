@@ -121,7 +121,7 @@ def test_micro_batches_are_compiled_in_pieces_too() -> None:
 
 
 class Pinned:
-    """As CUDA graphs of pieces: a piece reads and writes where it did when it first saw a size, whatever it is given."""
+    """As CUDA graphs of pieces: one reads and writes where it did when it first saw a size, whatever it is given."""
 
     def __init__(self) -> None:
         self.pieces, self.replays = 0, 0
