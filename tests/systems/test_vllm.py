@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here: make test-vllm", allow_module_level=True)
 vllm_model.prepare()
 
+from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
 from dynaflow.integrations import vllm as integration  # noqa: E402
-from dynaflow.integrations.vllm_batches import PARTS  # noqa: E402
+from dynaflow.integrations.vllm_batches import PARTS, Step  # noqa: E402
 
 Results = dict[str, Any]
 
@@ -295,6 +297,83 @@ def test_soak(stock: Results, stock_file: Path, model: str) -> None:
     assert found["answered"] > 50
     assert found["parts"] == [1, 2, 3]
     assert found["plans"] < found["shapes"] / 2
+
+
+# CUDA graphs, as far as they can be seen without a GPU
+
+MODES = CUDAGraphMode
+SHOWN, AFTER = MODES.FULL_DECODE_ONLY, MODES.FULL_AND_PIECEWISE
+
+
+@pytest.mark.parametrize(
+    ("asked", "operators", "shown", "after"),
+    [
+        (None, "inductor", SHOWN, AFTER),
+        (MODES.FULL_AND_PIECEWISE, "inductor", SHOWN, AFTER),
+        (MODES.FULL, "inductor", SHOWN, AFTER),
+        (None, "eager", SHOWN, SHOWN),
+        (MODES.FULL_DECODE_ONLY, "inductor", SHOWN, SHOWN),
+        (MODES.NONE, "inductor", MODES.NONE, MODES.NONE),
+    ],
+)
+@pytest.mark.parametrize("dropped", [False, True])
+def test_prompts_are_captured_by_pieces(
+    monkeypatch: pytest.MonkeyPatch, asked: Any, operators: str, shown: Any, after: Any, dropped: bool
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+    compilation = SimpleNamespace(cudagraph_mode=asked, mode=None, backend="")
+    seen = []
+
+    def post_init(config: Any) -> None:
+        seen.append(config.compilation_config.cudagraph_mode)
+        if dropped:  # vLLM may have reasons of its own
+            config.compilation_config.cudagraph_mode = MODES.NONE
+
+    integration._take_over(SimpleNamespace(compilation_config=compilation), operators, post_init)
+    assert seen == [shown] and compilation.cudagraph_mode == (MODES.NONE if dropped else after)
+
+
+def test_vllm_takes_our_pieces_for_pieces(model: str) -> None:
+    assert configured(model, **NANOFLOW).compilation_config.is_attention_compiled_piecewise()
+    assert not configured(model).compilation_config.is_attention_compiled_piecewise()
+
+
+class Graphs:
+    """In the place of vLLM's: captures whatever it is called for, as that does, if only once."""
+
+    made: list[Graphs] = []
+
+    def __init__(self, call: Any, config: Any, mode: Any, options: Any) -> None:
+        assert mode == MODES.PIECEWISE
+        self.call, self.options = call, options
+        self.concrete_cudagraph_entries: dict[Any, Any] = {}
+        self.made.append(self)
+
+    def __call__(self, args: list[Any]) -> Any:
+        size = Step.now.size
+        if size not in self.concrete_cudagraph_entries:
+            self.concrete_cudagraph_entries[size] = "replayed"
+            return self.call(args)
+        return self.concrete_cudagraph_entries[size]
+
+
+def test_a_piece_is_captured_in_runs_without_metadata_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.compilation.cuda_graph.CUDAGraphWrapper", Graphs)
+    monkeypatch.setattr(Graphs, "made", [])
+    monkeypatch.setattr(Step, "now", Step.now)
+    first, second = integration._captured("config", [lambda args: "run", lambda args: "run"])
+    assert [(g.options.gc_disable, g.options.weak_ref_output) for g in Graphs.made] == [(False, False), (True, True)]
+
+    def at(size: str, *, real: bool) -> list[str]:
+        metadata = {"layer": SimpleNamespace()} if real else None
+        Step.now = Step(SimpleNamespace(batch_descriptor=size, attn_metadata=metadata), 8)
+        return [first([]), second([])]
+
+    assert at("eight", real=False) == ["run", "run"], "and captured"
+    assert at("eight", real=True) == ["replayed", "replayed"]
+    assert at("nine", real=True) == ["run", "run"] == at("nine", real=True), "nothing is captured while serving"
 
 
 # What is refused, and what is left alone
