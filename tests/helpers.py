@@ -207,3 +207,31 @@ def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, name in ((GraphPool, "segments"), (GraphPool, "handle"), (CaptureStreams, "main"),
                        (CaptureStreams, "settle"), (Turns, "enter"), (Turns, "leave")):  # fmt: skip
         monkeypatch.setattr(kind, name, lambda self, device: None)
+
+
+class Pinned:
+    """As CUDA graphs of pieces: one reads and writes where it did when it first saw a size, whatever it is given."""
+
+    def __init__(self) -> None:
+        self.pieces, self.replays = 0, 0
+
+    def __call__(self, calls: list[Any]) -> list[Any]:
+        self.pieces += len(calls)
+        return [self._pinned(call) for call in calls]
+
+    def _pinned(self, call: Any) -> Any:
+        seen: dict[Any, tuple[list[Any], Any]] = {}
+
+        def run(box: list[Any]) -> Any:
+            size = tuple(given.shape if isinstance(given, Tensor) else given for given in box)
+            if size not in seen:
+                seen[size] = list(box), call(box)
+                return seen[size][1]
+            self.replays += 1
+            given, results = seen[size]
+            for result, found in zip(results, call(list(given)), strict=True):
+                if isinstance(result, Tensor):  # a number depends on the size alone
+                    result.copy_(found)
+            return results
+
+        return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,6 +27,7 @@ _globs: dict[str, frozenset[str]] = {}
 """Names of operators -> which of their arguments must be complete for earlier rows, too."""
 _collectives: dict[str, Collective] = {}
 _left_alone: set[str] = set()
+_capturable: set[str] = set()
 
 
 def by_rows(*operators: Any, follows: Sequence[str] = ()) -> None:
@@ -57,12 +58,17 @@ def collective(*operators: Any, group: str, dim: str | int | None = None, named:
         _collectives[name] = Collective(group=group, dim=dim, named=named)
 
 
-def left_alone(*operators: Any) -> None:
+def left_alone(*operators: Any, capturable: bool = False) -> None:
     """Declares that custom operators are called as they are, between pieces of compiled code.
 
     Each is an operator (`torch.ops.mine.read_cache`) or a glob on names ("mine::*").
+    capturable: they may be captured in a CUDA graph with the code around them, since what they look at outside of it is
+        the same in all calls of a size.
     """
-    _left_alone.update(_names("left_alone", operators))
+    names = _names("left_alone", operators)
+    _left_alone.update(names)
+    if capturable:
+        _capturable.update(names)
 
 
 def _names(who: str, operators: Sequence[Any]) -> list[str]:
@@ -91,9 +97,18 @@ def collective_of(target: Any) -> Collective | None:
 
 
 def is_left_alone(node: fx.Node) -> bool:
+    return _is_among(node, _left_alone)
+
+
+def is_never_captured(node: fx.Node) -> bool:
+    """It is left alone, and may not be in a CUDA graph with the code around it."""
+    return is_left_alone(node) and not _is_among(node, _capturable)
+
+
+def _is_among(node: fx.Node, globs: Set[str]) -> bool:
     packet = _torch.packet_of(node.target)
     return isinstance(packet, _torch.OpOverloadPacket) and any(
-        fnmatchcase(packet._qualified_op_name, glob) for glob in _left_alone
+        fnmatchcase(packet._qualified_op_name, glob) for glob in globs
     )
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from dynaflow import api
 from dynaflow._torch import Boxed
 from dynaflow.capture.collectives import ANY
-from dynaflow.capture.declared import by_rows, collective
+from dynaflow.capture.declared import by_rows, collective, left_alone
 from dynaflow.capture.graph import copied
 from dynaflow.hosted import TOLD, Hosted, tell_rows, wrap
 from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_builds
@@ -130,6 +130,7 @@ def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Any = Non
 
     by_rows("vllm::*", "_C::*", "_moe_C::*")  # they treat each token by itself, or with its request
     by_rows(f"{TOLD}::*attention*", follows=["kv_cache_dummy_dep"])  # of a prompt that is cut, all before is read
+    left_alone(f"{TOLD}::moe_forward*", capturable=True)  # experts know nothing of requests
     collective("vllm::all_reduce", "vllm::minimax_qk_norm_fusion", group="group_name", named=_torch_group)
     collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=_torch_group)
     collective("_C::shm_allreduce", group="handle", named=_torch_group)
@@ -160,9 +161,8 @@ def _captured(config: Any, calls: list[Boxed]) -> list[Boxed]:
 
 
 def in_vllm(scheduler: Any = None, scheduler_options: Any = None) -> Serving:
-    """As `df.compile` takes them; but a server does not stand still to tune, unless it is told to."""
-    chosen = scheduler_of(scheduler, scheduler_options, tuning=0.0)
-    return serving(chosen, most=PARTS, in_turns=True)  # vLLM's CPU kernels share one scratch buffer
+    """As `df.compile` takes them; but a server does not stand still to tune, and vLLM's CPU kernels share a buffer."""
+    return serving(scheduler_of(scheduler, scheduler_options, tuning=0.0), most=PARTS, in_turns=True)
 
 
 def _torch_group(given: str | int) -> str:

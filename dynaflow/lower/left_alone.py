@@ -8,7 +8,7 @@ So layers that are alike are compiled once, too, where the graph as a whole woul
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -32,12 +32,12 @@ class Piece:
     """It is called as it is."""
 
 
-def pieces_of(module: fx.GraphModule) -> list[Piece]:
+def pieces_of(module: fx.GraphModule, is_alone: Callable[[fx.Node], bool] = is_left_alone) -> list[Piece]:
     """In order."""
-    return [_piece(module, nodes, alone) for nodes, alone in _groups(module.graph)]
+    return [_piece(module, nodes, alone) for nodes, alone in _groups(module.graph, is_alone)]
 
 
-def _groups(graph: fx.Graph) -> list[tuple[list[fx.Node], bool]]:
+def _groups(graph: fx.Graph, is_alone: Callable[[fx.Node], bool]) -> list[tuple[list[fx.Node], bool]]:
     found: list[tuple[list[fx.Node], bool]] = []
     group: dict[fx.Node, list[fx.Node]] = {}
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -46,7 +46,7 @@ def _groups(graph: fx.Graph) -> list[tuple[list[fx.Node], bool]]:
     for node in calls:
         if node.target is operator.getitem and _is_tuple(node.args[0]) and node.args[0] in group:
             nodes = group[node.args[0]]  # pieces return tensors, not tuples
-        elif is_left_alone(node):
+        elif is_alone(node):
             nodes = []
             found.append((nodes, True))
         elif found and not found[-1][1]:

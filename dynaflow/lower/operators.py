@@ -16,7 +16,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow._torch import Boxed
-from dynaflow.capture.declared import leaves_some_alone
+from dynaflow.capture.declared import is_left_alone, is_never_captured, leaves_some_alone
 from dynaflow.capture.graph import KIND, Shape, Thing, copied
 from dynaflow.capture.probe import concrete
 from dynaflow.lower.left_alone import Piece, in_turn, pieces_of
@@ -150,10 +150,12 @@ class Operators:
         self, source: Source, get: Callable[[Piece, Source], Boxed], captured: Captured | None = None
     ) -> Boxed:
         """The graph piece by piece, with what `get` says for those that are compiled."""
-        pieces = pieces_of(source.module)
+        pieces = pieces_of(source.module, is_left_alone if captured is None else is_never_captured)
         parts = [_part(piece, source) for piece in pieces]
+        if captured is not None and not _stay_put(pieces, parts):
+            return self._in_turn(source, get)
         calls = [get(piece, part) if part else self.as_it_is(piece.module) for piece, part in zip(pieces, parts)]
-        if captured is not None and _stay_put(pieces, parts):
+        if captured is not None:
             compiled = iter(captured([call for call, part in zip(calls, parts) if part]))
             calls = [next(compiled) if part else call for call, part in zip(calls, parts)]
         return in_turn(source.module.graph, pieces, calls)
@@ -198,7 +200,7 @@ def _part(piece: Piece, source: Source) -> Source | None:
 
 
 def _stay_put(pieces: list[Piece], parts: list[Source | None]) -> bool:
-    """No piece that is compiled reads what an operator between them returns, in memory that is new in each call."""
+    """No piece reads what an operator between them returns, in memory that is new in each call."""
     new = {node for piece, part in zip(pieces, parts, strict=True) if part is None for node in piece.writes}
     return not any(part and new.intersection(piece.reads) for piece, part in zip(pieces, parts, strict=True))
 

@@ -140,6 +140,13 @@ def test_operators_are_compiled_once_for_all_layers_and_steps(compiled: Results)
     assert 0 < compiled["operators_compiled"] < 10
 
 
+def test_pieces_of_the_sequence_may_be_captured(compiled: Results, scheduled: Results) -> None:
+    """The answers above came from pieces that stay in the memory in which they first saw a size."""
+    pieces, replays = compiled["pinned"]
+    assert pieces == 4 and replays > 100, "three layers: before, between and behind their attention"
+    assert scheduled["pinned"] == [0, 0], "where nothing is compiled there are none"
+
+
 def test_the_workloads_are_what_they_are_meant_to_be(stock: Results, scheduled: Results) -> None:
     served = stock["served"]
     assert len(served["queue"]["answers"]) == 24
@@ -287,6 +294,9 @@ def test_experts_run_in_two_parts(tmp_path: Path) -> None:
         if plan["parts"] > 1:
             assert sorted(experts) == [[0]] * 3 + [[1]] * 3, "not every layer's experts, in two parts"
     assert max(plan["parts"] for plan in found["plans"]) == 2
+    assert_same(found["in sequence"], found["stock"]["answers"])
+    pieces, replays = found["pinned"]
+    assert pieces == 4 and replays > 20, "experts are captured with what is around them"
 
 
 def test_soak(stock: Results, stock_file: Path, model: str) -> None:

@@ -20,6 +20,10 @@ from tests.systems import vllm_model
 
 vllm_model.prepare()
 
+from dynaflow.hosted import wrap  # noqa: E402
+from dynaflow.lower.operators import Operators  # noqa: E402
+from tests.helpers import Pinned  # noqa: E402
+
 Settings = dict[str, dict[str, Any]]
 
 
@@ -165,12 +169,13 @@ def run_stock(folder: str) -> dict[str, Any]:
 
 
 def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
-    """vLLM under each scheduler; what the counters say of each is what it added."""
+    """vLLM under each scheduler; what the counters say of each is what it added. Pieces of the sequence are pinned."""
     from vllm import LLM
 
     from dynaflow.integrations import vllm as integration
     from tests.systems.vllm_schedulers import Uneven
 
+    pinned = _pin_pieces()
     llm = LLM(**vllm_model.settings(folder, additional_config={"dynaflow": next(iter(schedulers.values()))}))
     (forward,) = integration.forwards()
     found = {}
@@ -193,6 +198,7 @@ def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
         "graphs": stats.graphs,
         "operators_compiled": stats.operators_compiled,
         "asked": sorted(Uneven.asked),
+        "pinned": [pinned.pieces, pinned.replays],
     }
 
 
@@ -236,6 +242,18 @@ def run_ranks(folder: str, schedulers: Settings) -> dict[str, Any]:
         answers = {workload: serve(llm, requests).answers for workload, requests in asked.items()}
         found[name] = {"answers": answers, "workers": llm.collective_rpc(_collectives)}
     return {"stock": stock, "schedulers": found, "declared": llm.collective_rpc(_declared)}
+
+
+def _pin_pieces() -> Pinned:
+    """Compiled pieces of the sequence now read and write where they did at first, as in CUDA graphs."""
+    pinned = Pinned()
+
+    def with_pins(init: Any, self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.captured = pinned
+
+    wrap(Operators, "__init__", with_pins)
+    return pinned
 
 
 def _schedule_by(self: Any, setting: dict[str, Any]) -> None:
@@ -321,6 +339,7 @@ def run_experts(folder: str, schedulers: Settings) -> dict[str, Any]:
     from dynaflow.integrations import vllm as integration
 
     (setting,) = schedulers.values()
+    pinned = _pin_pieces()
     llm = LLM(**vllm_model.settings(folder), enforce_eager=True)
     stock = serve(llm, queue())
     del llm
@@ -328,10 +347,16 @@ def run_experts(folder: str, schedulers: Settings) -> dict[str, Any]:
     llm = LLM(**vllm_model.settings(folder, additional_config={"dynaflow": setting}))
     served = serve(llm, queue())
     (forward,) = integration.forwards()
+    plans = [tasks_of(plan) for plan in forward.plans]
+    _schedule_by(llm, {"scheduler": "sequential"})
+    llm.reset_prefix_cache()
+    before = pinned.replays
     return {
         "stock": dataclasses.asdict(stock),
         "served": dataclasses.asdict(served),
-        "plans": [tasks_of(plan) for plan in forward.plans],
+        "plans": plans,
+        "in sequence": serve(llm, queue()).answers,
+        "pinned": [pinned.pieces, pinned.replays - before],
     }
 
 

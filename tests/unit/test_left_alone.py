@@ -15,6 +15,7 @@ import dynaflow as df
 from dynaflow.capture import declared
 from dynaflow.capture.declared import leaves_some_alone
 from dynaflow.lower.left_alone import in_turn, pieces_of
+from tests.helpers import Pinned
 
 SEEN: list[bool] = []
 """By call of an operator below: did it get what a user of eager torch would hand it?"""
@@ -38,7 +39,8 @@ def fresh() -> Iterator[None]:
     declared.left_alone("dynaflow_tests::look_outside")
     with torch.no_grad():
         yield
-    declared._left_alone.discard("dynaflow_tests::look_outside")
+    declared._left_alone -= {"dynaflow_tests::look_outside", "dynaflow_tests::look_and_return"}
+    declared._capturable.discard("dynaflow_tests::look_and_return")
     declared._globs.pop("dynaflow_tests::look_outside", None)
 
 
@@ -120,33 +122,6 @@ def test_micro_batches_are_compiled_in_pieces_too() -> None:
     assert fast.stats.verified == 2
 
 
-class Pinned:
-    """As CUDA graphs of pieces: one reads and writes where it did when it first saw a size, whatever it is given."""
-
-    def __init__(self) -> None:
-        self.pieces, self.replays = 0, 0
-
-    def __call__(self, calls: list[Any]) -> list[Any]:
-        self.pieces += len(calls)
-        return [self._pinned(call) for call in calls]
-
-    def _pinned(self, call: Any) -> Any:
-        seen: dict[Any, tuple[list[Any], Any]] = {}
-
-        def run(box: list[Any]) -> Any:
-            size = tuple(given.shape if isinstance(given, Tensor) else given for given in box)
-            if size not in seen:
-                seen[size] = list(box), call(box)
-                return seen[size][1]
-            self.replays += 1
-            given, results = seen[size]
-            for result, found in zip(results, call(list(given)), strict=True):
-                result.copy_(found)
-            return results
-
-        return run
-
-
 def test_pieces_of_an_uncut_graph_may_stay_where_they_were_captured() -> None:
     given, buffer, pinned = weights(3), torch.zeros(16, 8), Pinned()
     fast = df.compile(model, Stretching(), batch_dims={"x": 0})
@@ -178,7 +153,24 @@ def test_pieces_that_read_new_memory_are_not_captured() -> None:
     x = torch.randn(5, 8)
     torch.testing.assert_close(fast(x), between(x))
     assert fast.stats.operators_compiled == 2 and not pinned.pieces
-    declared._left_alone.discard("dynaflow_tests::look_and_return")
+
+
+def test_what_may_be_captured_is_captured_with_the_code_around_it() -> None:
+    declared.left_alone("dynaflow_tests::look_and_return", capturable=True)
+
+    def experts(x: Tensor, weights: list[Tensor]) -> Tensor:
+        for weight in weights:
+            x = layer(look_and_return(x + 1) * 2, weight)
+        return x
+
+    given, buffer, pinned = weights(3), torch.zeros(16, 8), Pinned()
+    fast = df.compile(experts, Stretching(), batch_dims={"x": 0})
+    fast._engine.operators.captured = pinned
+    for rows in (5, 9, 5, 9):
+        x = buffer[:rows].copy_(torch.randn(rows, 8))
+        torch.testing.assert_close(fast(x, given), experts(x, given))
+    assert pinned.pieces == 4 and pinned.replays == 2 * 4
+    assert fast.stats.operators_compiled == 4, "x + 1 at first, behind a layer too, and what is around the others"
 
 
 def test_pieces_of_micro_batches_are_not_captured() -> None:
