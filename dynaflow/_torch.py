@@ -263,7 +263,8 @@ def returns_flat_sums(gm: fx.GraphModule) -> bool:
             for user in users:
                 user.replace_input_with(node, kept)
     gm.recompile()
-    return any(node.target in sums and node.meta["val"].dim() > 1 for node in output.all_input_nodes)
+    ends = [node.args[0] if node.target is aten.expand.default else node for node in output.all_input_nodes]
+    return any(node.target in sums and node.meta["val"].dim() > 1 for node in ends)
 
 
 def _taking_a_list(wrapped: Any, gm: fx.GraphModule) -> Boxed:

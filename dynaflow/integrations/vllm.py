@@ -68,16 +68,18 @@ def _configure(post_init: Callable[..., None], config: Any) -> None:
 def _refusal(config: Any) -> str:
     import vllm
 
-    compilation = config.compilation_config
+    compilation, model = config.compilation_config, config.model_config
     if not vllm.__version__.startswith(VERSIONS):
         return f"vLLM {vllm.__version__} is none of {', '.join(VERSIONS)}"
-    if config.model_config is not None and config.model_config.enforce_eager:
+    if model is not None and model.enforce_eager:
         return "enforce_eager=True turns off the compilation that hands us the model's graph; leave it out"
-    if compilation.backend not in ("", None, "inductor", BACKEND):
-        return f"compilation_config names another backend, {compilation.backend!r}; leave it out"
-    if compilation.mode not in (None, 2, 3):
-        return f"compilation_config asks for mode {int(compilation.mode)}; leave it out"
-    return ""
+    if compilation.backend not in ("", None, "inductor", BACKEND) or compilation.mode not in (None, 2, 3):
+        return f"compilation_config has backend {compilation.backend!r} and mode {compilation.mode}; leave both out"
+    untried = {"a KV connector": config.kv_transfer_config}  # parts of a batch may not find, or leave, what they should
+    if model is not None:
+        untried |= {"an encoder": model.is_encoder_decoder, "a pooler": model.pooler_config}
+        untried["an indexer of sparse attention"] = hasattr(model.hf_text_config, "index_topk")
+    return next((f"it was not tried with {what}" for what, there in untried.items() if there), "")
 
 
 def _take_over(config: Any, operators: str, post_init: Callable[..., None]) -> None:

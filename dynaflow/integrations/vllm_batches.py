@@ -131,11 +131,8 @@ def cut(common: Any, start: int, stop: int) -> Any:
 
 
 def remember_builds(group: Any) -> None:
-    """From now on, metadata of a group of attention layers know how they were made.
-
-    That is: they themselves, the group, how to do it with another builder and other common metadata, and the common
-    ones that they were made from.
-    """
+    """From now on, metadata of a group of attention layers know how they were made: they themselves, the group, how to
+    do it with another builder and other common metadata, and those that they were made from."""
     first = group.metadata_builders[0]
     for name in ("build", "build_for_cudagraph_capture", "update_block_table"):
         if hasattr(first, name):

@@ -433,11 +433,15 @@ def test_the_environment_is_a_setting_too(model: str, monkeypatch: pytest.Monkey
     ("settings", "version", "why"),
     [
         ({"enforce_eager": True}, None, "enforce_eager=True"),
-        ({"compilation_config": {"mode": 2, "backend": "eager"}}, None, "another backend, 'eager'"),
+        ({"compilation_config": {"mode": 2, "backend": "eager"}}, None, "backend 'eager'"),
         ({"compilation_config": {"mode": 0}}, None, "mode 0"),
         ({}, "0.99.1", "vLLM 0.99.1 is none of"),
+        ({"runner": "pooling"}, None, "not tried with a pooler"),
+        ({"hf_overrides": {"index_topk": 8}}, None, "not tried with an indexer"),
+        ({"hf_overrides": {"is_encoder_decoder": True}, "max_model_len": 256}, None, "not tried with an encoder"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, None, "a KV connector"),
     ],
-    ids=["eager", "backend", "mode", "version"],
+    ids=["eager", "backend", "mode", "version", "pooler", "indexer", "encoder", "connector"],
 )
 def test_where_we_stay_out_vllm_runs_as_it_is_and_says_why(
     model: str,

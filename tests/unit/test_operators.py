@@ -12,6 +12,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynaflow as df
 from dynaflow import _torch
@@ -341,7 +342,7 @@ def sums(x: Tensor) -> tuple[Tensor, ...]:
 
 def test_sums_that_are_returned_keep_their_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Inductor would flatten them (tests/gpu has such a case): the dimensions that are kept stand in a view."""
-    traced = torch.fx.experimental.proxy_tensor.make_fx(sums, tracing_mode="fake")(randn(4, 6, 8))
+    traced = make_fx(sums, tracing_mode="fake")(randn(4, 6, 8))
     assert _torch.returns_flat_sums(traced), "the sum over rows of matrices is a matrix, without a view"
     names = [node.target for node in traced.graph.find_nodes(op="output")[0].args[0]]
     assert [name is torch.ops.aten.unsqueeze.default for name in names] == [True, True, True, False, False, False]
@@ -355,3 +356,12 @@ def test_sums_that_are_returned_keep_their_dimensions(monkeypatch: pytest.Monkey
         operators.finish()
         for found, expected in zip(call([x]), sums(x), strict=True):
             torch.testing.assert_close(found, expected)
+
+
+def test_a_sum_behind_an_expansion_that_changes_nothing() -> None:
+    """Which Inductor takes for the sum itself."""
+
+    def row(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sum((0, 1)), x.sum(0, keepdim=True).expand(1, 6, 8)
+
+    assert _torch.returns_flat_sums(make_fx(row, tracing_mode="fake")(randn(4, 6, 8)))
