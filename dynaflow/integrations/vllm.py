@@ -76,6 +76,7 @@ def _refusal(config: Any) -> str:
     if compilation.backend not in ("", None, "inductor", BACKEND) or compilation.mode not in (None, 2, 3):
         return f"compilation_config has backend {compilation.backend!r} and mode {compilation.mode}; leave both out"
     untried = {"a KV connector": config.kv_transfer_config}  # parts of a batch may not find, or leave, what they should
+    untried["DeepEP's kernels for throughput"] = config.parallel_config.all2all_backend == "deepep_high_throughput"
     if model is not None:
         untried |= {"an encoder": model.is_encoder_decoder, "a pooler": model.pooler_config}
         untried["an indexer of sparse attention"] = hasattr(model.hf_text_config, "index_topk")

@@ -440,8 +440,9 @@ def test_the_environment_is_a_setting_too(model: str, monkeypatch: pytest.Monkey
         ({"hf_overrides": {"index_topk": 8}}, None, "not tried with an indexer"),
         ({"hf_overrides": {"is_encoder_decoder": True}, "max_model_len": 256}, None, "not tried with an encoder"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, None, "a KV connector"),
+        ({"all2all_backend": "deepep_high_throughput"}, None, "DeepEP's kernels for throughput"),
     ],
-    ids=["eager", "backend", "mode", "version", "pooler", "indexer", "encoder", "connector"],
+    ids=["eager", "backend", "mode", "version", "pooler", "indexer", "encoder", "connector", "DeepEP"],
 )
 def test_where_we_stay_out_vllm_runs_as_it_is_and_says_why(
     model: str,
