@@ -16,7 +16,6 @@ from typing import Any
 from torch import fx
 
 from dynaflow import api
-from dynaflow._torch import Boxed
 from dynaflow.capture.collectives import ANY
 from dynaflow.capture.declared import by_rows, collective, left_alone
 from dynaflow.capture.graph import copied
@@ -27,6 +26,7 @@ from dynaflow.strategies.serving import Serving, serving
 
 VERSIONS = ("0.26", "0.32")  # the first was measured on CUDA, the second is tested on CPU
 BACKEND = f"{__name__}.backend"
+_within = lambda start, stop: Step.now.entered(start, stop)  # noqa: E731
 
 
 @functools.cache
@@ -145,16 +145,16 @@ def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Any = Non
         engine.operators.captured = functools.partial(_captured, config)
     gm, inputs = copied(gm), list(example_inputs)  # Dynamo still looks at the graph that it handed out
     asks = lambda op: op.namespace == "vllm" and any(a.name == "layer_name" for a in op._schema.arguments)  # noqa: E731
-    source = tell_rows(gm, inputs, asks, lambda *rows: Step.now.entered(*rows), opaque=LayerName)
+    source = tell_rows(gm, inputs, asks, _within, opaque=LayerName)
     return engine.backend(gm, inputs) if source is None else Forward(engine.backend(gm, inputs), source, engine)
 
 
-def _captured(config: Any, calls: list[Boxed]) -> list[Boxed]:
+def _captured(config: Any, calls: list[Any]) -> list[Any]:
     """The pieces of the forward pass in sequence, as vLLM captures them: in its runs without metadata."""
     from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
     from vllm.config import CUDAGraphMode
 
-    def captured(call: Boxed, first: bool, last: bool) -> Boxed:
+    def captured(call: Any, first: bool, last: bool) -> Any:
         how = CUDAGraphOptions(debug_log_enable=first, gc_disable=not first, weak_ref_output=last)
         graphs = CUDAGraphWrapper(call, config, CUDAGraphMode.PIECEWISE, how)
         known = graphs.concrete_cudagraph_entries

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dynaflow.errors import DynaFlowError, ScheduleError
 from tests.systems import vllm_model
@@ -307,6 +308,25 @@ def test_soak(stock: Results, stock_file: Path, model: str) -> None:
     assert found["answered"] > 50
     assert found["parts"] == [1, 2, 3]
     assert found["plans"] < found["shapes"] / 2
+
+
+@torch.library.custom_op("vllm::dynaflow_tests_ask", mutates_args=())
+def ask(x: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return x + 1
+
+
+@ask.register_fake
+def _(x: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_second_model_of_the_process_asks_the_same_operators() -> None:
+    """One that drafts tokens, or another LLM."""
+    for width in (4, 6):
+        torch._dynamo.reset()
+        fast = torch.compile(lambda x: ask(x * 2, "layer"), backend=integration.backend, dynamic=True)
+        x = torch.randn(8, width)
+        torch.testing.assert_close(fast(x), x * 2 + 1)
 
 
 # CUDA graphs, as far as they can be seen without a GPU
