@@ -35,7 +35,7 @@ from dynaflow.runner import GraphRunner, Raiser, Spaces
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import ScheduleContext
-from dynaflow.schedule.kept import KeptPlan, fact_value, frozen, replacement
+from dynaflow.schedule.kept import KeptPlan, fact_value, frozen, imported
 from dynaflow.schedule.plan import Plan
 from dynaflow.schedule.ranks import Meetings
 from dynaflow.stats import Stats
@@ -469,7 +469,7 @@ class Engine:
             )
         if isinstance(result, Plan):
             called = {t.replace for t in result.tasks if t.replace}
-            return result, {name: ctx.functions.get(name) or replacement(name) for name in called}
+            return result, {name: ctx.functions.get(name) or imported(name) for name in called}
         return ctx.finish(), ctx.functions
 
     def _context(

@@ -7,15 +7,16 @@ their names lie under one key, and the plan under another that has their values 
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from dynaflow.capture.ops import OpGraph
 from dynaflow.errors import PlanError
-from dynaflow.imported import imported
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import FACT_NAMES, ScheduleContext
@@ -54,7 +55,7 @@ class KeptPlan:
                 return None
             plan = Plan.from_json(_store.get(self._key(names) or "") or "null")
             check(plan, self._graph, ctx.batch_size, facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
-            functions = {t.replace: replacement(t.replace) for t in plan.tasks if t.replace}
+            functions = {t.replace: imported(t.replace) for t in plan.tasks if t.replace}
         except Exception:  # its functions may be gone, and an import may raise anything: the scheduler is asked
             return None
         ctx.facts.read.update(names)
@@ -83,14 +84,20 @@ class KeptPlan:
 def _importable(name: str, function: Callable[..., Any]) -> bool:
     """Will another process find it by its name?"""
     try:
-        return not name.startswith("__main__:") and replacement(name) is function
+        return not name.startswith("__main__:") and imported(name) is function
     except PlanError:
         return False
 
 
-def replacement(name: str) -> Callable[..., Any]:
-    """A function that a plan calls in the place of operators."""
-    return cast("Callable[..., Any]", imported(name, "function that the plan calls", PlanError))
+def imported(name: str) -> Callable[..., Any]:
+    module, _, path = name.partition(":")
+    try:
+        return attrgetter(path)(importlib.import_module(module))
+    except (ImportError, AttributeError) as e:
+        raise PlanError(
+            f"the plan calls {name}, which can't be imported",
+            advice="keep functions given as replace_func at the top level of a module",
+        ) from e
 
 
 def frozen(fact: Any) -> Any:
