@@ -213,8 +213,8 @@ def compile_operator(
     def inner(graph: Any, given: Sequence[Any], **options: Any) -> Any:
         if len(given) == len(inputs):  # else some were left out, or put together
             options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *still})
-        flat = TORCH < (2, 13) and returns_flat_sums(graph)
-        with torch._inductor.config.patch({"triton.mix_order_reduction": False} if flat else {}):
+        shaped = TORCH >= (2, 13) or keep_sums_in_shape(graph)
+        with torch._inductor.config.patch({} if shaped else {"triton.mix_order_reduction": False}):
             made.append((compile_fx_inner(graph, given, **options), len(given)))
         return made[-1][0]
 
@@ -241,10 +241,10 @@ def compile_operator(
     return call_and_tell
 
 
-def returns_flat_sums(gm: fx.GraphModule) -> bool:
-    """Would Inductor return a result in one dimension that has more? It does so before 2.13, where it reads a tensor
-    once for its sums over rows and over columns (mix_order_reduction). Views of such sums come out right, so dimensions
-    that a sum keeps are added behind it."""
+def keep_sums_in_shape(gm: fx.GraphModule) -> bool:
+    """Before 2.13, where Inductor reads a tensor once for its sums over rows and over columns (mix_order_reduction), it
+    returns sums in one dimension that have more. Views of them come out right, so dimensions that a sum keeps are added
+    behind it, in the graph. False if that does not help them all."""
     aten = torch.ops.aten
     sums = (aten.sum.dim_IntList, aten.prod.dim_int, aten.amax.default, aten.amin.default)
     (output,) = gm.graph.find_nodes(op="output")
@@ -262,9 +262,10 @@ def returns_flat_sums(gm: fx.GraphModule) -> bool:
                 kept.meta = {**node.meta, "val": inner.meta["val"].unsqueeze(d)}
             for user in users:
                 user.replace_input_with(node, kept)
-    gm.recompile()
+    if results:
+        gm.recompile()
     ends = [node.args[0] if node.target is aten.expand.default else node for node in output.all_input_nodes]
-    return any(node.target in sums and node.meta["val"].dim() > 1 for node in ends)
+    return not any(node.target in sums and node.meta["val"].dim() > 1 for node in ends)
 
 
 def _taking_a_list(wrapped: Any, gm: fx.GraphModule) -> Boxed:
