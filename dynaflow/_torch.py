@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -194,13 +194,20 @@ class Kernels:
 
 
 def compile_operator(
-    gm: fx.GraphModule, inputs: Sequence[Any], symbols: Symbols, *, still: frozenset[int], direct: bool
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    symbols: Symbols,
+    *,
+    still: frozenset[int],
+    direct: bool,
+    settings: Mapping[str, Any],
 ) -> Boxed:
     """Inductor over a graph; the callable takes the graph's inputs in a list, which it empties, and returns a list.
 
     `still`: inputs that stay where they are in memory, aligned as kernels like it: else each call looks at all.
     `direct`: all results are tensors; then the compiled code is called without AOTAutograd's wrapper around it wherever
     that has nothing to do, which takes half as long.
+    `settings`: of Inductor's configuration.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -220,7 +227,11 @@ def compile_operator(
 
     # A hit in AOTAutograd's cache would hand out the wrapper alone. Inductor's own cache stays in use.
     cache = torch._functorch.config.enable_autograd_cache and not direct
-    with tracing(context), torch._functorch.config.patch(enable_autograd_cache=cache):
+    with contextlib.ExitStack() as during:
+        during.enter_context(tracing(context))
+        during.enter_context(torch._functorch.config.patch(enable_autograd_cache=cache))
+        during.enter_context(torch._inductor.config.patch(dict(settings)))
+        during.enter_context(_hosts_alignment_is_nothing(inputs))
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)
@@ -239,6 +250,30 @@ def compile_operator(
         return results
 
     return call_and_tell
+
+
+@contextlib.contextmanager
+def _hosts_alignment_is_nothing(inputs: Sequence[Any]) -> Iterator[None]:
+    """An operator that is given a tensor on the host does not make what is behind it slower.
+
+    Inductor (2.11 to 2.13) takes no tensor on the host for aligned, since it does not care; and what an operator makes
+    of tensors that are not aligned neither: so kernels would read its results on the device element by element.
+    """
+    from torch._inductor import graph
+
+    if all(i.device.type == "cpu" for i in inputs if isinstance(i, torch.Tensor)):
+        yield
+        return
+    usual, mine = graph.should_assume_input_aligned, threading.get_ident()
+
+    def aligned(example_input: torch.Tensor) -> bool:
+        return (example_input.device.type == "cpu" and threading.get_ident() == mine) or usual(example_input)
+
+    graph.should_assume_input_aligned = aligned
+    try:
+        yield
+    finally:
+        graph.should_assume_input_aligned = usual
 
 
 def keep_sums_in_shape(gm: fx.GraphModule) -> bool:

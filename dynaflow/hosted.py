@@ -178,7 +178,7 @@ def _told(op: _torch.OpOverload, within: Within, opaque: type | None) -> Any:
     name, schema = op._opname, str(op._schema).partition("(")[2]
     if opaque is not None and "PyObject" in schema:
         schema = schema.replace("PyObject", _torch.opaque_type_name(opaque))
-    _library.define(f"{name}(Tensor rows, {schema}")
+    _library.define(f"{name}(Tensor rows, {schema}", tags=tuple(op.tags))
 
     def run(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         first = int(rows[0])

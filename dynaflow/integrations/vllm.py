@@ -47,9 +47,8 @@ def options_of(config: Any) -> dict[str, Any] | None:
     """What the user asks of us; None: nothing. Operators are compiled where vLLM compiles its own: on CUDA."""
     from vllm.platforms import current_platform
 
-    given = config.additional_config.get("dynaflow") if isinstance(config.additional_config, Mapping) else None
-    if given is None and "scheduler" in (elsewhere := defaults()):
-        given = elsewhere
+    asked = config.additional_config if isinstance(config.additional_config, Mapping) else {}
+    given = asked.get("dynaflow", elsewhere if "scheduler" in (elsewhere := defaults()) else None)
     operators = "inductor" if current_platform.is_cuda_alike() else "eager"
     return None if given is None else {"operators": operators, **given}
 
@@ -104,7 +103,7 @@ def _take_over(config: Any, operators: str, post_init: Callable[..., None]) -> N
 
 def _with_options(init_backend: Callable[..., Any], compilation: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     found = init_backend(compilation, config, *args, **kwargs)
-    return functools.partial(backend, options=options_of(config), config=config) if found is backend else found
+    return functools.partial(backend, config=config) if found is backend else found
 
 
 def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,7 +126,7 @@ def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kw
             Blocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner)
 
 
-def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Any = None, config: Any = None) -> Any:
+def backend(gm: fx.GraphModule, example_inputs: list[Any], *, config: Any) -> Any:
     """What Dynamo calls with the graph of vLLM's forward pass."""
     from vllm.utils.torch_utils import LayerName
 
@@ -138,10 +137,11 @@ def backend(gm: fx.GraphModule, example_inputs: list[Any], *, options: Any = Non
     collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=_torch_group)
     collective("_C::shm_allreduce", group="handle", named=_torch_group)
     collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
-    given: dict[str, Any] = {"operators": "eager", **(options or {})}
+    given = {"operators": "eager", **(options_of(config) or {})}
     scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
     engine = api._engine(None, {**given, "scheduler": scheduler, "facts": lambda: Step.now.facts})
-    if config is not None and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+    engine.operators.settings = config.compilation_config.inductor_compile_config
+    if config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
         engine.operators.captured = functools.partial(_captured, config)
     gm, inputs = copied(gm), list(example_inputs)  # Dynamo still looks at the graph that it handed out
     asks = lambda op: op.namespace == "vllm" and any(a.name == "layer_name" for a in op._schema.arguments)  # noqa: E731

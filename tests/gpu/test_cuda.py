@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 
 import dynaflow as df
 from tests.zoo import DECODE, ZOO, decode_setup, tensors, to
@@ -203,3 +205,19 @@ def test_sums_keep_their_dimensions():
     fast = df.compile(sums_by_rows_and_columns, df.Sequential())
     with torch.no_grad():
         assert gap(sums_by_rows_and_columns(x, y), fast(x, y)) < 1e-4
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_one_kernel_for_two_sizes_where_inductor_is_told_so(tried):
+    """If it is to try that out on the device, it does so while kernels of other operators are still on their way."""
+    q, k = (torch.randn(64, heads, 128, device="cuda") for heads in (32, 4))
+    weight = torch.rand(128, device="cuda")
+
+    def norms(q, k):
+        return [F.rms_norm(x, (128,), weight) for x in (q, k)]
+
+    fast = df.compile(norms, "sequential", batch_dims={"q": 0, "k": 0})
+    fast._engine.operators.settings = {"combo_kernels": True, "benchmark_combo_kernel": tried}
+    found, code = run_and_get_code(fast, q, k)
+    assert gap(norms(q, k), found) < LIMIT[torch.float32]
+    assert tried or any("combo_grid_meta" in text for text in code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import dynaflow as df
 from dynaflow.capture import declared
@@ -99,6 +100,27 @@ def test_pieces_in_cuda_graphs(given):
         step["rows"] = rows
         x = buffer[:rows].copy_(torch.randn(rows, WIDTH))
         torch.testing.assert_close(fast(x, given), model(x, given), rtol=1e-4, atol=1e-4)
+
+
+@torch.library.custom_op("dynaflow_tests::told", mutates_args=())
+def told(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@told.register_fake
+def _(rows, x):
+    return torch.empty_like(x)
+
+
+def test_what_lies_on_the_host_slows_no_kernel():
+    """Else Inductor takes what the operator makes for unaligned: kernels would read it element by element."""
+    x, rows = torch.randn(64, WIDTH, device="cuda"), torch.arange(64, dtype=torch.int32)
+    fast = df.compile(lambda x, rows: told(rows, x * 2) * 3, "sequential", batch_dims={"x": 0, "rows": 0})
+    result, code = run_and_get_code(fast, x, rows)
+    torch.testing.assert_close(result, (x * 2 + 1) * 3)
+    code = "".join(code)
+    assert "dynaflow_tests.told" in code and "assert_alignment" in code
+    assert "not aligned" not in code
 
 
 def _weak(tensor):

@@ -5,6 +5,7 @@ A process of vLLM's takes its time to start, so each answers many questions: see
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -315,18 +316,31 @@ def ask(x: torch.Tensor, layer_name: str) -> torch.Tensor:
     return x + 1
 
 
+ONES = torch.ones(8, 4)
+
+
 @ask.register_fake
 def _(x: torch.Tensor, layer_name: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def test_a_second_model_of_the_process_asks_the_same_operators() -> None:
+def test_a_second_model_of_the_process_asks_the_same_operators(model: str) -> None:
     """One that drafts tokens, or another LLM."""
+    backend = functools.partial(integration.backend, config=configured(model))
     for width in (4, 6):
         torch._dynamo.reset()
-        fast = torch.compile(lambda x: ask(x * 2, "layer"), backend=integration.backend, dynamic=True)
+        fast = torch.compile(lambda x: ask(x * 2, "layer"), backend=backend, dynamic=True)
         x = torch.randn(8, width)
         torch.testing.assert_close(fast(x), x * 2 + 1)
+
+
+def test_operators_are_compiled_with_what_vllm_says_to_its_compiler(model: str) -> None:
+    wanted = {"compilation_config": {"inductor_compile_config": {"max_fusion_size": 7}}}
+    config = configured(model, additional_config={"dynaflow": {"operators": "inductor"}}, **wanted)
+    torch._dynamo.reset()
+    torch.compile(lambda x: ask(x * 2, "layer"), backend=functools.partial(integration.backend, config=config))(ONES)
+    found = next(forward for forward in integration.forwards() if forward.engine.operators.settings)
+    assert found.engine.operators.settings["max_fusion_size"] == 7
 
 
 # CUDA graphs, as far as they can be seen without a GPU

@@ -12,6 +12,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynaflow as df
@@ -241,6 +242,30 @@ def test_compiling_leaves_the_piece_as_it_is(made: list[list[Any]], monkeypatch:
     Operators("inductor").get(piece, {B: 4})
     assert piece.module.code == before
     assert not any("spoilt" in node.meta for node in piece.module.graph.nodes)
+
+
+def test_settings_are_for_these_operators_alone() -> None:
+    from torch._inductor import config
+
+    seen = []
+
+    class Look(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            seen.append(config.max_fusion_size)
+
+        def uuid(self) -> None:
+            return None
+
+    before = config.max_fusion_size
+    piece = source(double, shape(B, 3))
+    operators = Operators("inductor")
+    operators.settings = {"max_fusion_size": before + 1, "post_grad_custom_post_pass": Look()}
+    for get in operators.get, operators.get_for_all:
+        get(piece, {B: 4})
+    assert seen == [before + 1] * 2
+    assert config.max_fusion_size == before
+    Operators("inductor").get(piece, {B: 4})
+    assert seen == [before + 1] * 2
 
 
 def test_two_threads_compile_once(made: list[list[Any]]) -> None:
