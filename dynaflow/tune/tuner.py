@@ -121,8 +121,8 @@ class Tuner:
             tried=tuple(c.tried for c in (first, *found)),
             seconds=time.perf_counter() - self.start,
         )
-        if self.measures:
-            _store.put(self._key(), decision.to_json())
+        if self.measures and (not found or first.tried.measured or all(c.tried.problem for c in found[: self.most])):
+            _store.put(self._key(), decision.to_json())  # else there may be time, or room, in the next process
         return chosen.scheduler, decision
 
     # 1. plan
@@ -190,7 +190,8 @@ class Tuner:
             return first, str(e)
         best, why = first, "there was no time to measure anything"
         for candidate in found[: self.most]:
-            if not self.ranks and time.perf_counter() > self.end:
+            late = not self.ranks and time.perf_counter() > self.end
+            if late and (first.tried.measured or not self._was_timed(candidate)):
                 break
             self.say(f"measuring {candidate.name}")
             try:
@@ -205,6 +206,11 @@ class Tuner:
             if mine.ratio < ratio and mine.high < 1:
                 best, why = candidate, "measured"
         return best, why
+
+    def _was_timed(self, candidate: _Candidate) -> bool:
+        """Operator by operator: so they are compiled, and what is left to do takes a moment."""
+        made = self.trials.plan(candidate.scheduler)
+        return not self.profiler.missing(made.plan, made.graph)
 
     def _race(self, *schedulers: OpSchedulerBase) -> list[Timing]:
         plans = [self.trials.lowered(scheduler) for scheduler in schedulers]

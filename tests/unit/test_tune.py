@@ -151,6 +151,31 @@ def test_auto_does_not_believe_what_no_longer_holds() -> None:
         tuner._store.get = kept  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("timed", [True, False])
+def test_auto_whose_time_is_up(timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was timed operator by operator is compiled: the best of that still runs once. Else nothing is decided."""
+    from dynaflow.tune import tuner
+
+    profile = tuner.Tuner._profile
+
+    def slow(self: Any, found: Any) -> None:
+        if timed:
+            profile(self, found)
+        self.end = 0.0
+
+    options = {"seconds": 5.0, "among": [Beside(), Slow()]}
+    with monkeypatch.context() as patched:
+        patched.setattr(tuner.Tuner, "_profile", slow)
+        first = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
+        decision = first.explain(X).decision
+    measured = {t.name for t in decision.tried if t.measured}
+    assert measured == ({"sequential", "Beside()"} if timed else set()), str(decision)
+    assert decision.chosen == ("Beside()" if timed else "sequential")
+    assert ("no time" in decision.why) is not timed
+    again = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
+    assert again.explain(X).decision.chosen == "Beside()"
+
+
 def _keys_of(store: Any) -> list[Any]:
     from dynaflow.store import default_root
 
