@@ -137,11 +137,12 @@ def backend(gm: fx.GraphModule, example_inputs: list[Any], *, config: Any) -> An
     collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=_torch_group)
     collective("_C::shm_allreduce", group="handle", named=_torch_group)
     collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
-    given = {"operators": "eager", **(options_of(config) or {})}
+    given, compilation = {"operators": "eager", **(options_of(config) or {})}, config.compilation_config
     scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
     engine = api._engine(None, {**given, "scheduler": scheduler, "facts": lambda: Step.now.facts})
-    engine.operators.settings = config.compilation_config.inductor_compile_config
-    if config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+    # For passes of its own vLLM asks for the older way to call what writes its arguments, which copies views.
+    engine.operators.settings = compilation.inductor_compile_config | {"enable_auto_functionalized_v2": True}
+    if compilation.cudagraph_mode.has_piecewise_cudagraphs():
         engine.operators.captured = functools.partial(_captured, config)
     gm, inputs = copied(gm), list(example_inputs)  # Dynamo still looks at the graph that it handed out
     asks = lambda op: op.namespace == "vllm" and any(a.name == "layer_name" for a in op._schema.arguments)  # noqa: E731

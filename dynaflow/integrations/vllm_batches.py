@@ -167,8 +167,7 @@ class Blocks:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes  # the tokens of a block, in each group of layers
-        self.held: dict[str, list[list[int]]] = {}
-        """By request: its blocks in each group of layers."""
+        self.held: dict[str, list[list[int]]] = {}  # by request: its blocks in each group of layers
 
     def watch(self, runner: Any) -> None:
         """From now on, `Step.entangled` is right while vLLM's runner runs a step, and while it drafts behind it."""

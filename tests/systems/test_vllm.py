@@ -12,6 +12,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +53,20 @@ COMPILED: dict[str, dict[str, Any]] = {
     "nanoflow in 2": {"scheduler": "nanoflow", "scheduler_options": {"parts": 2}},
 }
 """In one process, where the first says that operators are compiled."""
+RANKED: dict[str, dict[str, Any]] = {
+    "nanoflow in 2": {"scheduler": "nanoflow", "scheduler_options": {"parts": 2}, "operators": "inductor"},
+    "comm_overlap in 2": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 2}},
+    "comm_overlap in 3": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 3}},
+}
+RUNS: dict[str, tuple[Any, ...]] = {
+    "scheduled": ("scheduled", SCHEDULERS),
+    "compiled": ("scheduled", COMPILED),
+    "ranks": ("ranks", RANKED),
+    "experts": ("experts", {"dual_batch": {"scheduler": "dual_batch", "operators": "inductor"}}),
+    "stock": ("stock",),
+    "processes": ("processes", {"nanoflow": {"scheduler": "nanoflow", "scheduler_options": {"parts": 3}}}),
+}
+"""What each process does, and with which settings: those that take longest first."""
 MOST_PARTS = {
     "nanoflow in 2": 2,
     "nanoflow in 3": 3,
@@ -82,20 +98,35 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **vllm_model.ENVIRONMENT, **more}
 
 
-@pytest.fixture(scope="module")
-def stock_file(model: str) -> Path:
-    return Path(model).parent / "stock.json"
+def result_of(name: str, model: str) -> Path:
+    return Path(model).with_name(f"{name}.json")
 
 
 @pytest.fixture(scope="module")
-def stock(model: str, stock_file: Path) -> Results:
-    return run("tests.systems.vllm_run", "stock", model, str(stock_file), result=stock_file)
+def runs(model: str, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Results]]]:
+    """The processes that the tests of this session ask for, two at a time: most of them keep one core busy."""
+    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    experts = vllm_model.small_moe(Path(model).with_name("experts"))
+    with ThreadPoolExecutor(2) as pool:
+        started = {}
+        for name in filter(asked.__contains__, RUNS):
+            result, folder = result_of(name, model), experts if name == "experts" else model
+            mode, *settings = RUNS[name]
+            command = ("tests.systems.vllm_run", mode, folder, str(result), *map(json.dumps, settings))
+            started[name] = pool.submit(run, *command, result=result)
+        yield started
+        pool.shutdown(cancel_futures=True)
 
 
-@pytest.fixture(scope="module")
-def scheduled(model: str) -> Results:
-    result = Path(model).parent / "scheduled.json"
-    return run("tests.systems.vllm_run", "scheduled", model, str(result), json.dumps(SCHEDULERS), result=result)
+def _found_by(name: str) -> Any:
+    @pytest.fixture(scope="module", name=name)
+    def found(runs: dict[str, Future[Results]]) -> Results:
+        return runs[name].result()
+
+    return found
+
+
+scheduled, compiled, ranks, experts, stock, processes = map(_found_by, RUNS)
 
 
 def assert_same(answers: Results, expected: Results) -> None:
@@ -119,12 +150,6 @@ def phase(step: Results) -> str:
 def test_answers_are_those_of_stock_vllm(stock: Results, scheduled: Results, scheduler: str, workload: str) -> None:
     answers = scheduled["schedulers"][scheduler]["served"][workload]["answers"]
     assert_same(answers, stock["served"][workload]["answers"])
-
-
-@pytest.fixture(scope="module")
-def compiled(model: str) -> Results:
-    result = Path(model).parent / "compiled.json"
-    return run("tests.systems.vllm_run", "scheduled", model, str(result), json.dumps(COMPILED), result=result)
 
 
 @pytest.mark.parametrize("scheduler", COMPILED)
@@ -222,29 +247,14 @@ def test_equal_prompts_of_one_step_are_not_parted(scheduled: Results) -> None:
     assert sum(bool(step["why_whole"]) for step in everywhere) < len(everywhere) / 10
 
 
-def test_the_engine_in_a_process_of_its_own(stock: Results, model: str) -> None:
-    result = Path(model).parent / "processes.json"
-    setting = {"nanoflow": {"scheduler": "nanoflow", "scheduler_options": {"parts": 3}}}
-    found = run("tests.systems.vllm_run", "processes", model, str(result), json.dumps(setting), result=result)
-    assert_same(found["answers"], stock["served"]["queue"]["answers"])
-    (worker,) = found["workers"]
-    assert worker["process"] != found["process"]
+def test_the_engine_in_a_process_of_its_own(stock: Results, processes: Results) -> None:
+    assert_same(processes["answers"], stock["served"]["queue"]["answers"])
+    (worker,) = processes["workers"]
+    assert worker["process"] != processes["process"]
     assert worker["runs"] - worker["sequential_runs"] > 20
 
 
 # Several ranks, and experts
-
-RANKED: dict[str, dict[str, Any]] = {
-    "nanoflow in 2": {"scheduler": "nanoflow", "scheduler_options": {"parts": 2}, "operators": "inductor"},
-    "comm_overlap in 2": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 2}},
-    "comm_overlap in 3": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 3}},
-}
-
-
-@pytest.fixture(scope="module")
-def ranks(model: str) -> Results:
-    result = Path(model).parent / "ranks.json"
-    return run("tests.systems.vllm_run", "ranks", model, str(result), json.dumps(RANKED), result=result)
 
 
 @pytest.mark.parametrize("scheduler", RANKED)
@@ -282,28 +292,25 @@ def test_collectives_of_vllm_on_cuda_are_known(ranks: Results) -> None:
         ]
 
 
-def test_experts_run_in_two_parts(tmp_path: Path) -> None:
-    folder, result = vllm_model.small_moe(tmp_path / "experts"), tmp_path / "experts.json"
-    setting = {"dual_batch": {"scheduler": "dual_batch", "operators": "inductor"}}
-    found = run("tests.systems.vllm_run", "experts", folder, str(result), json.dumps(setting), result=result)
-    assert not found["stock"]["steps"], "it ran under a schedule"
-    assert_same(found["served"]["answers"], found["stock"]["answers"])
-    assert len({answer["tokens"][0] for answer in found["stock"]["answers"].values()}) > 12, "a dull model"
-    steps = found["served"]["steps"]
+def test_experts_run_in_two_parts(experts: Results) -> None:
+    assert not experts["stock"]["steps"], "it ran under a schedule"
+    assert_same(experts["served"]["answers"], experts["stock"]["answers"])
+    assert len({answer["tokens"][0] for answer in experts["stock"]["answers"].values()}) > 12, "a dull model"
+    steps = experts["served"]["steps"]
     assert sum(len(step["parts"]) == 2 for step in steps) > 30
-    for plan in found["plans"]:
-        experts = [micro_batches for op, micro_batches, _ in plan["items"] if op.endswith(".experts")]
+    for plan in experts["plans"]:
+        each = [micro_batches for op, micro_batches, _ in plan["items"] if op.endswith(".experts")]
         if plan["parts"] > 1:
-            assert sorted(experts) == [[0]] * 3 + [[1]] * 3, "not every layer's experts, in two parts"
-    assert max(plan["parts"] for plan in found["plans"]) == 2
-    assert_same(found["in sequence"], found["stock"]["answers"])
-    pieces, replays = found["pinned"]
+            assert sorted(each) == [[0]] * 3 + [[1]] * 3, "not every layer's experts, in two parts"
+    assert max(plan["parts"] for plan in experts["plans"]) == 2
+    assert_same(experts["in sequence"], experts["stock"]["answers"])
+    pieces, replays = experts["pinned"]
     assert pieces == 4 and replays > 20, "experts are captured with what is around them"
 
 
-def test_soak(stock: Results, stock_file: Path, model: str) -> None:
-    result = Path(model).parent / "soak.json"
-    arguments = ["--seconds", "20", "--model", model, "--stock", str(stock_file), "--result", str(result)]
+def test_soak(stock: Results, model: str) -> None:
+    result, expected = result_of("soak", model), result_of("stock", model)
+    arguments = ["--seconds", "20", "--model", model, "--stock", str(expected), "--result", str(result)]
     found = run("tests.systems.vllm_soak", *arguments, result=result)
     assert not found["wrong"]
     assert found["answered"] > 50
@@ -339,8 +346,9 @@ def test_operators_are_compiled_with_what_vllm_says_to_its_compiler(model: str) 
     config = configured(model, additional_config={"dynaflow": {"operators": "inductor"}}, **wanted)
     torch._dynamo.reset()
     torch.compile(lambda x: ask(x * 2, "layer"), backend=functools.partial(integration.backend, config=config))(ONES)
-    found = next(forward for forward in integration.forwards() if forward.engine.operators.settings)
-    assert found.engine.operators.settings["max_fusion_size"] == 7
+    found = [forward.engine.operators.settings for forward in integration.forwards()]
+    (ours,) = [settings for settings in found if settings.get("max_fusion_size") == 7]
+    assert ours["enable_auto_functionalized_v2"], "nobody here runs the passes that want the other"
 
 
 # CUDA graphs, as far as they can be seen without a GPU
