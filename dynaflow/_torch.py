@@ -256,8 +256,8 @@ def compile_operator(
 def _hosts_alignment_is_nothing(inputs: Sequence[Any]) -> Iterator[None]:
     """An operator that is given a tensor on the host does not make what is behind it slower.
 
-    Inductor (2.11 to 2.13) takes no tensor on the host for aligned, since it does not care; and what an operator makes
-    of tensors that are not aligned neither: so kernels would read its results on the device element by element.
+    Inductor (2.11, 2.13) takes no tensor on the host for aligned, nor what an operator makes of one that is not: so
+    kernels would read its results on the device element by element.
     """
     from torch._inductor import graph
 
