@@ -156,6 +156,29 @@ def warm_compiler() -> None:
         async_compile.AsyncCompile.use_process_pool()  # asks them to tell when they are ready
 
 
+_replacing = threading.RLock()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """For a while, `function` is called in place of a function of torch's, which it gets as its first argument.
+
+    That function is the process's own: so one thread at a time replaces any, and the others go on calling it.
+    """
+    mine = threading.get_ident()
+    with _replacing:
+        usual = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return function(usual, *args, **kwargs) if threading.get_ident() == mine else usual(*args, **kwargs)
+
+        setattr(owner, name, called)
+        try:
+            yield
+        finally:
+            setattr(owner, name, usual)
+
+
 class Kernels:
     """Kernels that Inductor's processes are still compiling, for several graphs at once.
 
@@ -163,30 +186,13 @@ class Kernels:
     meanwhile: so inside `later` that wait is put off, until `wait`, which must come before any of the graphs is called.
     """
 
-    _lock = threading.RLock()  # what is replaced for a while is the process's own
-
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
 
-    @contextlib.contextmanager
-    def later(self) -> Iterator[None]:
+    def later(self) -> contextlib.AbstractContextManager[None]:
         from torch._inductor.async_compile import AsyncCompile
 
-        mine = threading.get_ident()
-
-        def wait(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
-            if threading.get_ident() == mine:
-                self._waiting.append(lambda: usual(compiler, scope))
-            else:
-                usual(compiler, scope)
-
-        with self._lock:
-            usual = AsyncCompile.wait
-            AsyncCompile.wait = wait  # type: ignore[method-assign, assignment]
-            try:
-                yield
-            finally:
-                AsyncCompile.wait = usual  # type: ignore[method-assign]
+        return _replaced(AsyncCompile, "wait", lambda usual, *args: self._waiting.append(lambda: usual(*args)))
 
     def wait(self) -> None:
         while self._waiting:
@@ -194,20 +200,13 @@ class Kernels:
 
 
 def compile_operator(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    symbols: Symbols,
-    *,
-    still: frozenset[int],
-    direct: bool,
-    settings: Mapping[str, Any],
+    gm: fx.GraphModule, inputs: Sequence[Any], symbols: Symbols, *, still: frozenset[int], direct: bool
 ) -> Boxed:
     """Inductor over a graph; the callable takes the graph's inputs in a list, which it empties, and returns a list.
 
     `still`: inputs that stay where they are in memory, aligned as kernels like it: else each call looks at all.
     `direct`: all results are tensors; then the compiled code is called without AOTAutograd's wrapper around it wherever
     that has nothing to do, which takes half as long.
-    `settings`: of Inductor's configuration.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -227,11 +226,8 @@ def compile_operator(
 
     # A hit in AOTAutograd's cache would hand out the wrapper alone. Inductor's own cache stays in use.
     cache = torch._functorch.config.enable_autograd_cache and not direct
-    with contextlib.ExitStack() as during:
-        during.enter_context(tracing(context))
-        during.enter_context(torch._functorch.config.patch(enable_autograd_cache=cache))
-        during.enter_context(torch._inductor.config.patch(dict(settings)))
-        during.enter_context(_hosts_alignment_is_nothing(inputs))
+    caching = torch._functorch.config.patch(enable_autograd_cache=cache)
+    with tracing(context), caching, _hosts_alignment_is_nothing(inputs):
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)
@@ -252,8 +248,7 @@ def compile_operator(
     return call_and_tell
 
 
-@contextlib.contextmanager
-def _hosts_alignment_is_nothing(inputs: Sequence[Any]) -> Iterator[None]:
+def _hosts_alignment_is_nothing(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """An operator that is given a tensor on the host does not make what is behind it slower.
 
     Inductor (2.11, 2.13) takes no tensor on the host for aligned, nor what an operator makes of one that is not: so
@@ -262,18 +257,16 @@ def _hosts_alignment_is_nothing(inputs: Sequence[Any]) -> Iterator[None]:
     from torch._inductor import graph
 
     if all(i.device.type == "cpu" for i in inputs if isinstance(i, torch.Tensor)):
-        yield
-        return
-    usual, mine = graph.should_assume_input_aligned, threading.get_ident()
+        return contextlib.nullcontext()
+    aligned = lambda usual, example: example.device.type == "cpu" or usual(example)  # noqa: E731
+    return _replaced(graph, "should_assume_input_aligned", aligned)
 
-    def aligned(example_input: torch.Tensor) -> bool:
-        return (example_input.device.type == "cpu" and threading.get_ident() == mine) or usual(example_input)
 
-    graph.should_assume_input_aligned = aligned
-    try:
-        yield
-    finally:
-        graph.should_assume_input_aligned = usual
+def inductor_settings(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """In this context, Inductor is configured so."""
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(dict(settings))
 
 
 def keep_sums_in_shape(gm: fx.GraphModule) -> bool:

@@ -118,10 +118,10 @@ class Operators:
             if found is not None:
                 self.shared += 1
                 return found.call
-            with self._kernels.later():
-                made = _compile_for_all(source, sizes, self.settings) if variants else None
+            with self._kernels.later(), _torch.inductor_settings(self.settings):
+                made = _compile_for_all(source, sizes) if variants else None
                 if made is None or not made.fits(sizes, strides):  # a size of 1, or one that the compiler singled out
-                    made = _compile_for(source, sizes, strides, self.settings)
+                    made = _compile_for(source, sizes, strides)
             variants.append(made)
             self.compiled += 1
             return made.call
@@ -139,8 +139,8 @@ class Operators:
             variants = self._known.setdefault(_key(source), [])
             found = next((v for v in variants if v.sizes is None and v.fits(sizes, ())), None)
             if found is None:
-                with self._kernels.later():
-                    found = _compile_for_all(source, sizes, self.settings)
+                with self._kernels.later(), _torch.inductor_settings(self.settings):
+                    found = _compile_for_all(source, sizes)
                 variants.append(found)
                 self.compiled += 1
             else:
@@ -213,7 +213,7 @@ def _strides(piece: Piece, part: Source, sizes: Sizes, given: dict[fx.Node, tupl
     return tuple(given[n] if n in given else strides_of(i, sizes) if isinstance(i, Shape) else None for n, i in shapes)
 
 
-def _compile_for(source: Source, sizes: Sizes, strides: Strides, settings: Mapping[str, Any]) -> _Compiled:
+def _compile_for(source: Source, sizes: Sizes, strides: Strides) -> _Compiled:
     """For these sizes and strides alone."""
     world = _torch.Symbols()
     inputs: list[Any] = []
@@ -223,11 +223,11 @@ def _compile_for(source: Source, sizes: Sizes, strides: Strides, settings: Mappi
                 inputs.append(_fake(given, [concrete(e, sizes) for e in given.size], stride))
             else:
                 inputs.append(_other(given, lambda e: concrete(e, sizes)))
-    call = _compiled(source, inputs, world, settings)
+    call = _compiled(source, inputs, world)
     return _Compiled(call=call, sizes={s: sizes[s] for s in source.used}, strides=strides)
 
 
-def _compile_for_all(source: Source, sizes: Sizes, settings: Mapping[str, Any]) -> _Compiled:
+def _compile_for_all(source: Source, sizes: Sizes) -> _Compiled:
     """For all sizes that the compiler's assumptions allow."""
     world = _torch.Symbols()
     hints = {s: max(sizes[s], 2) for s in source.used}  # 1 would be taken for a constant
@@ -251,7 +251,7 @@ def _compile_for_all(source: Source, sizes: Sizes, settings: Mapping[str, Any]) 
                 for d, e in enumerate(given.stride)
             ]
             inputs.append(_fake(given, [number(e) for e in given.size], stride))
-    call = _compiled(source, inputs, world, settings)
+    call = _compiled(source, inputs, world)
     guards = tuple(g for g in world.guards() if g.free_symbols <= set(names.values()))
     return _Compiled(call=call, names=names, guards=guards)
 
@@ -263,10 +263,9 @@ def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]
     return 0 if given is None else number(given)
 
 
-def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols, settings: Mapping[str, Any]) -> Boxed:
+def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols) -> Boxed:
     module = copied(source.module)  # the compiler may change the graph that it is given
-    still, direct = source.still, source.tensors
-    return _torch.compile_operator(module, inputs, world, still=still, direct=direct, settings=settings)
+    return _torch.compile_operator(module, inputs, world, still=source.still, direct=source.tensors)
 
 
 def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:

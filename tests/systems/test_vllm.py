@@ -104,7 +104,7 @@ def result_of(name: str, model: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(model: str, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Results]]]:
-    """The processes that the tests of this session ask for, two at a time: most of them keep one core busy."""
+    """The processes that the chosen tests ask for, two at a time: most of them keep one core busy."""
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     experts = vllm_model.small_moe(Path(model).with_name("experts"))
     with ThreadPoolExecutor(2) as pool:
@@ -324,9 +324,6 @@ def ask(x: torch.Tensor, layer_name: str) -> torch.Tensor:
     return x + 1
 
 
-ONES = torch.ones(8, 4)
-
-
 @ask.register_fake
 def _(x: torch.Tensor, layer_name: str) -> torch.Tensor:
     return torch.empty_like(x)
@@ -345,8 +342,9 @@ def test_a_second_model_of_the_process_asks_the_same_operators(model: str) -> No
 def test_operators_are_compiled_with_what_vllm_says_to_its_compiler(model: str) -> None:
     wanted = {"compilation_config": {"inductor_compile_config": {"max_fusion_size": 7}}}
     config = configured(model, additional_config={"dynaflow": {"operators": "inductor"}}, **wanted)
+    backend = functools.partial(integration.backend, config=config)
     torch._dynamo.reset()
-    torch.compile(lambda x: ask(x * 2, "layer"), backend=functools.partial(integration.backend, config=config))(ONES)
+    torch.compile(lambda x: ask(x * 2, "layer"), backend=backend)(torch.ones(8, 4))
     found = [forward.engine.operators.settings for forward in integration.forwards()]
     (ours,) = [settings for settings in found if settings.get("max_fusion_size") == 7]
     assert ours["enable_auto_functionalized_v2"], "nobody here runs the passes that want the other"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -266,6 +267,23 @@ def test_settings_are_for_these_operators_alone() -> None:
     assert config.max_fusion_size == before
     Operators("inductor").get(piece, {B: 4})
     assert seen == [before + 1] * 2
+
+
+def test_tensors_on_the_host_count_as_aligned_beside_those_of_a_device() -> None:
+    """In this thread, and while it compiles. What that does for kernels is in tests/gpu."""
+    from torch._inductor import graph
+    from torch._subclasses import FakeTensorMode
+
+    def aligned() -> bool:
+        return bool(graph.should_assume_input_aligned(host))
+
+    host = torch.empty(4)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        device = torch.empty(4, device="cuda")
+    with _torch._hosts_alignment_is_nothing([host, 7, device]), ThreadPoolExecutor(1) as another:
+        assert aligned() and not another.submit(aligned).result()
+    with _torch._hosts_alignment_is_nothing([host, 7]):
+        assert not aligned()
 
 
 def test_two_threads_compile_once(made: list[list[Any]]) -> None:
