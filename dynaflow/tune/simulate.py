@@ -248,7 +248,7 @@ def _slowed(loads: list[_Use], jobs: list[_Job], device: Device) -> list[_Use]:
     scale = drawn / (last - first)
 
     def later(moment: float) -> float:
-        return first + (moment - first) * scale
+        return first + (moment - first) * scale if moment > first else moment
 
     for job in jobs:
         job.start, job.end = later(job.start), later(job.end)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -244,8 +244,16 @@ def random_plans(draw: st.DrawFn) -> tuple[Plan, dict[str, list[Phase]]]:
     return plan_of(*tasks, lanes=tuple(lanes)), {f"op{i}": draw(some_phases) for i in range(count)}
 
 
+TWO_WITHOUT_WORK_FIRST = (
+    plan_of(("op0", "x", ()), ("op1", "x", ()), ("op2", "x", ()), ("op3", "y", ())),
+    {"op0": [], "op1": [], "op2": [phase(1e-4, power=0.5)], "op3": [phase(1e-4, power=0.9)]},
+)
+"""A run that draws too much power is stretched, but not what comes before the first kernel."""
+
+
 @settings(max_examples=150, deadline=None)
 @given(random_plans(), st.booleans())
+@example(TWO_WITHOUT_WORK_FIRST, False)
 def test_every_timeline_is_possible(made: tuple[Plan, dict[str, list[Phase]]], cudagraph: bool) -> None:
     plan, phases = made
     device = replace(FREE, wait=1e-5, host_task=1e-6, host_kernel=2e-6, graph_launch=5e-6)
