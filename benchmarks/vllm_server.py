@@ -15,8 +15,7 @@ from typing import Any
 
 ANSWER = "ANSWER "
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are handed to the worker, which is this process
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are handed to the process that has the model
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -28,9 +27,6 @@ def main(setting: dict[str, Any]) -> None:
         os.environ.setdefault(name, value)
     start = time.perf_counter()
     if setting["scheduler"]:
-        from dynaflow.integrations import vllm as ours
-
-        ours.plugin()
         setting["options"]["additional_config"] = {"dynaflow": {"scheduler": setting["scheduler"]}}
     from vllm import LLM
 
@@ -40,11 +36,13 @@ def main(setting: dict[str, Any]) -> None:
     )  # fmt: skip
     ready = time.perf_counter() - start
     llm.apply_model(draw_weights)
+    if setting["scheduler"] and not all(llm.apply_model(ran)):
+        raise RuntimeError("vLLM runs without dynaflow: is its plugin installed? (pip install --no-deps -e .)")
     _say({"ready": ready})
     for line in sys.stdin:
         _say(serve(llm, *json.loads(line)))
         if setting["scheduler"]:
-            print("\n".join(f"{f.stats}" for f in ours.forwards()), file=sys.stderr)
+            print(*llm.apply_model(ran), sep="\n", file=sys.stderr)
 
 
 def draw_weights(model: Any) -> None:
@@ -54,6 +52,12 @@ def draw_weights(model: Any) -> None:
         if parameter.dim() > 1 and parameter.is_floating_point():
             generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
             parameter.data.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def ran(model: Any) -> str:
+    from dynaflow.integrations.vllm import forwards
+
+    return "\n".join(str(forward.stats) for forward in forwards())
 
 
 def serve(llm: Any, requests: int, tokens_in: int, tokens_out: int) -> dict[str, Any]:
@@ -81,4 +85,6 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    from benchmarks import vllm_server  # by its name: under the other one its functions reach no other process
+
+    vllm_server.main(json.loads(sys.argv[1]))

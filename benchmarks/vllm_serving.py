@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ class Server:
             [sys.executable, "-m", "benchmarks.vllm_server", setting],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(log.with_suffix(".cache"))},
+            start_new_session=True,  # so that what it has started can be ended with it
         )  # fmt: skip
         self.name = scheduler or "stock"
         self.log = log
@@ -77,7 +79,7 @@ class Server:
         return self.answer()
 
     def close(self) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()
 
