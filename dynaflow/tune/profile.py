@@ -61,7 +61,7 @@ class Profiler:
         launching = self._launching(made)
         for lane in _lanes(plan):
             clock = Clock(self.device)
-            run = trials.watched(made, in_a_row(plan, graph, lane), clock)
+            run = self._watched(made, lane, trials, clock)
             keys = self._keys(plan, graph, lane)
             found: dict[Key, list[float]] = defaultdict(list)
 
@@ -78,6 +78,19 @@ class Profiler:
             for key, times in found.items():
                 self._known[key] = statistics.median(times)
                 _store.put(self._place(key), repr(self._known[key]))
+
+    def _watched(self, made: Any, lane: Lane, trials: Trials, clock: Clock) -> Callable[[list[Any]], Any]:
+        plan, graph = made.plan, made.graph
+        if not plan.sequential or len(graph.ops) > 1:
+            return trials.watched(made, in_a_row(plan, graph, lane), clock)
+        whole = trials.watched(made, plan, clock)  # which is compiled already, as it runs; as a task it would be anew
+
+        def run(args: list[Any]) -> None:
+            clock()
+            whole(args)
+            clock()
+
+        return run
 
     def _keys(self, plan: Plan, graph: OpGraph, lane: Lane) -> list[Key | None]:
         """Of each task: what the lane's share tells of it. Of a fusion, and of other lanes' tasks, nothing."""

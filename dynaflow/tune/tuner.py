@@ -1,7 +1,7 @@
 """Finds the fastest schedule for a situation: simulate all, measure the best few, and never lose to sequence.
 
 1. Each candidate plans; those that plan a sequence, or what another has planned already, are out.
-2. The simulator says how long each would take, with the operators' measured times where there are any.
+2. The simulator says how long each would take, with the operators' measured times where there are too many to measure.
 3. The best few and sequence run side by side, in rounds that alternate, on the arguments at hand.
 4. The fastest wins if it beats sequence by more than the noise; else sequence does.
 5. The decision is kept on disk; a new process runs the winner beside sequence once more before it believes it.
@@ -103,7 +103,8 @@ class Tuner:
         # Uncut, it is timed as a whole; cut, layers that are alike are looked at once, which is sooner done.
         graph = self._uncut() if self.measures or not found else found[0].graph
         first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=graph, tried=Tried(name=SEQUENCE))
-        if self.measures and not self.ranks:  # whose clocks differ, and with them what they would find best
+        # What is measured in any case needs no good prediction; and ranks' clocks differ, and with them what they find.
+        if self.measures and len(found) > self.most and not self.ranks:
             with contextlib.suppress(NoRoom):
                 self._profile([first, *found])
         first = self._simulated(first)
@@ -208,7 +209,7 @@ class Tuner:
         return best, why
 
     def _was_timed(self, candidate: _Candidate) -> bool:
-        """Operator by operator: so they are compiled, and what is left to do takes a moment."""
+        """Operator by operator: so most of it is compiled."""
         made = self.trials.plan(candidate.scheduler)
         return not self.profiler.missing(made.plan, made.graph)
 

@@ -163,7 +163,7 @@ def test_auto_whose_time_is_up(timed: bool, monkeypatch: pytest.MonkeyPatch) -> 
             profile(self, found)
         self.end = 0.0
 
-    options = {"seconds": 5.0, "among": [Beside(), Slow()]}
+    options = {"seconds": 5.0, "most": 1, "among": [Slow(), Beside()]}
     with monkeypatch.context() as patched:
         patched.setattr(tuner.Tuner, "_profile", slow)
         first = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
@@ -174,6 +174,20 @@ def test_auto_whose_time_is_up(timed: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert ("no time" in decision.why) is not timed
     again = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
     assert again.explain(X).decision.chosen == "Beside()"
+
+
+def test_operators_are_timed_only_to_choose_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynaflow.tune import tuner
+
+    timed: list[str] = []
+    monkeypatch.setattr(tuner.Tuner, "_profile", lambda self, found: timed.extend(c.name for c in found))
+    for most in (2, 1):
+        options = {"seconds": 5.0, "most": most, "among": [Slow(), Beside()]}
+        fast = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
+        decision = fast.explain(X).decision
+        monkeypatch.setattr(tuner._store, "get", lambda key: None)
+        assert len([t for t in decision.tried if t.measured]) == most + 1
+        assert timed == ([] if most == 2 else ["sequential", "Slow()", "Beside()"])
 
 
 def _keys_of(store: Any) -> list[Any]:
@@ -228,6 +242,15 @@ def test_profile_and_simulate() -> None:
     assert told.seconds == pytest.approx(0.03, rel=0.5), "three times two rests at once"
     assert guessed.seconds < 0.005, "nobody told it that they take so long"
     assert fast.simulate(X, device="b200").device == "b200"
+
+
+def test_profile_of_a_sequence_compiles_nothing() -> None:
+    fast = df.compile(Stack(), "sequential")
+    with torch.no_grad():
+        fast(X)
+        before = fast._engine.operators.compiled
+        (seconds,) = fast.profile(X).values()
+    assert seconds > 0 and fast._engine.operators.compiled == before > 0
 
 
 def test_profile_of_shares() -> None:
