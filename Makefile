@@ -24,11 +24,14 @@ test: .venv/installed-test check
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -q -n auto --maxprocesses 4 --dist worksteal
 
 # vLLM wants a torch of its own choice and dozens of packages: it gets an environment of its own.
-.venv-vllm/installed: pyproject.toml constraints.txt tests/systems/vllm_requirements.txt
+.venv-vllm/packages: constraints.txt tests/systems/vllm_requirements.txt
 	$(PYTHON) -m venv .venv-vllm
 	$(PIP_VLLM) install -c constraints.txt torch setuptools
 	$(PIP_VLLM) install --no-deps --only-binary=:all: -r tests/systems/vllm_requirements.txt
 	$(PIP_VLLM) install pytest pytest-timeout
+	touch $@
+
+.venv-vllm/installed: .venv-vllm/packages pyproject.toml
 	rm -rf *.egg-info  # left by an older install, it would hide the entry points of this one
 	$(PIP_VLLM) install --no-deps --no-build-isolation -e .
 	touch $@

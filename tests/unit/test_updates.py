@@ -123,8 +123,8 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
     ("name", "operators", "scheduler"),
     [
         *(("stack", operators, scheduler) for operators in ("eager", "inductor") for scheduler in SCHEDULERS),
-        *(("llama", "eager", scheduler) for scheduler in SCHEDULERS),
-        ("llama", "inductor", "sequential"),
+        ("llama", "eager", "split"),
+        ("llama", "eager", "beside, split"),
         ("llama", "inductor", "beside, split"),
     ],
 )
@@ -139,8 +139,8 @@ def test_steps_are_the_optimizers(name: str, operators: str, scheduler: str, mon
     assert not both.copied or (operators == "inductor" and "beside" not in scheduler)
     assert both.fast.stats.graphs == 2 and not both.fast.stats.plain_graphs
     optimizer = adamw(plain.parameters())
-    expected = losses(plain, compiled(plain, SCHEDULERS[scheduler](), operators=operators), optimizer, inputs)
-    if operators == "eager":  # compiled kernels may add up otherwise, once they are cut otherwise
+    expected = losses(plain, compiled(plain, SCHEDULERS[scheduler](), operators="eager"), optimizer, inputs)
+    if operators == "eager":  # compiled kernels may add up otherwise
         assert found == expected
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     assert found == pytest.approx(expected, rel=1e-4)
