@@ -1,7 +1,8 @@
 """One vLLM in a process of its own, which serves workloads when it is told to: `python -m benchmarks.vllm_server JSON`.
 
 JSON has `model` (a folder), `scheduler` (null: stock vLLM) and what else LLM() takes under `options`. A workload is a
-line on stdin, `[requests, tokens in, tokens out]`; the answer is a line on stdout that begins with ANSWER, JSON again.
+line on stdin, `[requests, tokens in, tokens out, seed]`, with a seed of its own, since vLLM remembers prompts; the
+answer is a line on stdout that begins with ANSWER, JSON again.
 Weights are drawn by the process itself: those that vLLM makes up are so alike that a wrong schedule would go unnoticed.
 """
 
@@ -30,10 +31,7 @@ def main(setting: dict[str, Any]) -> None:
         setting["options"]["additional_config"] = {"dynaflow": {"scheduler": setting["scheduler"]}}
     from vllm import LLM
 
-    llm = LLM(
-        model=setting["model"], load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
-        **setting["options"],
-    )  # fmt: skip
+    llm = LLM(model=setting["model"], load_format="dummy", skip_tokenizer_init=True, **setting["options"])
     ready = time.perf_counter() - start
     llm.apply_model(draw_weights)
     if setting["scheduler"] and not all(llm.apply_model(ran)):
@@ -60,13 +58,13 @@ def ran(model: Any) -> str:
     return "\n".join(str(forward.stats) for forward in forwards())
 
 
-def serve(llm: Any, requests: int, tokens_in: int, tokens_out: int) -> dict[str, Any]:
+def serve(llm: Any, requests: int, tokens_in: int, tokens_out: int, seed: int) -> dict[str, Any]:
     """Seconds for all of them, and the probabilities of the first tokens."""
     import random
 
     from vllm import SamplingParams
 
-    dice = random.Random(requests * tokens_in)
+    dice = random.Random(seed)
     prompts = [{"prompt_token_ids": [dice.randrange(3, 1000) for _ in range(tokens_in)]} for _ in range(requests)]
     few = 0 if tokens_out == 1 else None  # one token each is for the comparison
     params = SamplingParams(max_tokens=tokens_out, temperature=0, detokenize=False, ignore_eos=True, logprobs=few)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ WARM = (128, 16)
 """Before a workload is timed, so many of its requests are served, with so many tokens out: most kinds of steps."""
 CLOSE = 0.2
 """How far logarithms of probabilities may be apart in bfloat16."""
+_seeds = itertools.count()
 
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
@@ -77,9 +79,9 @@ class Server:
                 return found
         raise RuntimeError(f"vLLM ({self.name}) has stopped: {self.log.read_text().strip()[-300:]}")
 
-    def serve(self, workload: tuple[int, int, int]) -> dict[str, Any]:
+    def serve(self, workload: tuple[int, int, int], seed: int) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(workload) + "\n")
+        self._process.stdin.write(json.dumps([*workload, seed]) + "\n")
         self._process.stdin.flush()
         return self.answer()
 
@@ -165,17 +167,20 @@ def _speed(
 ) -> Figure:
     """Compares the probabilities of first tokens; then both serve the workload in turns, and a part of it before."""
     servers = stock(), ours()
+
+    def both(workload: tuple[int, int, int]) -> list[dict[str, Any]]:
+        seed = next(_seeds)
+        return [server.serve(workload, seed) for server in servers]
+
     requests, tokens_in, tokens_out = workload
     for few in (min(16, requests), tokens_in, 1), (3, 40, 1):  # the second is small enough to be captured
-        expected, found = (server.serve(few)["first"] for server in servers)
+        expected, found = (one["first"] for one in both(few))
         away = max(abs(a - b) for a, b in zip(expected, found, strict=True))
         if away > CLOSE:
             raise WrongResult(f"{servers[1].name}: probabilities are {away:.2g} apart from stock's")
-    for server in servers:
-        server.serve((min(WARM[0], requests), tokens_in, min(WARM[1], tokens_out)))
+    both((min(WARM[0], requests), tokens_in, min(WARM[1], tokens_out)))
     rounds = settings.rounds or (SHORT if requests < 100 else 1)
-    served = [[server.serve(workload) for server in servers] for _ in range(rounds)]
-    speeds = [[one["tokens"] / one["seconds"] for one in both] for both in served]
+    speeds = [[one["tokens"] / one["seconds"] for one in both(workload)] for _ in range(rounds)]
     return figure(
         [mine / usual for usual, mine in speeds],
         tokens_a_second=max(mine for _, mine in speeds),

@@ -190,8 +190,8 @@ class Blocks:
         for request in step.finished_req_ids:
             self.held.pop(request, None)
         starting = {r.req_id for r in new} | running.resumed_req_ids
-        given = [(r.req_id, r.block_ids, r.num_computed_tokens) for r in new]
-        given += zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True)
+        others = zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True)
+        given = [(r.req_id, r.block_ids, r.num_computed_tokens) for r in new] + [r for r in others if starting or r[1]]
         holders, written = Counter[int](), set[int]()
         for request, blocks, computed in given:
             if request in starting:
