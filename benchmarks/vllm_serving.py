@@ -57,19 +57,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Server:
     """A vLLM of its own, with caches of compiled code of its own."""
 
-    def __init__(self, model: Path, scheduler: str | None, options: dict[str, Any], log: Path) -> None:
+    def __init__(self, model: Path, scheduler: str | None, options: dict[str, Any]) -> None:
         setting = json.dumps({"model": str(model), "scheduler": scheduler, "options": options})
-        self._log = log.open("w")
+        self.log = model / "log"
+        self._log = self.log.open("w")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.vllm_server", setting],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(log.with_suffix(".cache"))},
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(model / "cache")},
             start_new_session=True,  # so that what it has started can be ended with it
         )  # fmt: skip
         self.name = scheduler or "stock"
         self.ready = 0.0
         """Seconds until it was up."""
-        self.log = log
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -102,12 +102,10 @@ def trials(settings: Settings) -> Iterator[Trial]:
 
 
 def _of_model(name: str, shape: dict[str, Any], settings: Settings, stack: contextlib.ExitStack) -> Iterator[Trial]:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    (folder / "config.json").write_text(json.dumps(shape))
-    stock = once(partial(_first, folder, settings, stack))
+    stock = once(partial(_first, shape, settings, stack))
     for scheduler in SCHEDULERS:
         with contextlib.ExitStack() as meanwhile:
-            ours = once(partial(_started, folder, scheduler, settings, meanwhile))
+            ours = once(partial(_started, shape, scheduler, settings, meanwhile))
             yield Trial(
                 what=f"start-up with {scheduler}",
                 baseline="stock vLLM",
@@ -133,24 +131,23 @@ def _tiny(shape: dict[str, Any]) -> dict[str, Any]:
     return {**shape, **small}
 
 
-def _first(folder: Path, settings: Settings, stack: contextlib.ExitStack) -> Server:
+def _first(shape: dict[str, Any], settings: Settings, stack: contextlib.ExitStack) -> Server:
     """Stock vLLM, behind a smaller one: who is first on a machine reads all libraries from the disk, and looks at the
     model's class, which vLLM remembers."""
-    shape = json.loads((folder / "config.json").read_text())
-    (small := folder / "small").mkdir()
-    (small / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1}))
     with contextlib.ExitStack() as meanwhile:
-        _started(small, None, settings, meanwhile)
-    return _started(folder, None, settings, stack)
+        _started({**shape, "num_hidden_layers": 1}, None, settings, meanwhile)
+    return _started(shape, None, settings, stack)
 
 
-def _started(folder: Path, scheduler: str | None, settings: Settings, stack: contextlib.ExitStack) -> Server:
+def _started(shape: dict[str, Any], scheduler: str | None, settings: Settings, stack: contextlib.ExitStack) -> Server:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    (folder / "config.json").write_text(json.dumps(shape))
     options: dict[str, Any] = {
         "max_model_len": 512 if settings.tiny else 4096,
-        "dtype": json.loads((folder / "config.json").read_text())["torch_dtype"],
+        "dtype": shape["torch_dtype"],
         "gpu_memory_utilization": (0.3 if settings.tiny else 0.9) / 2,  # there are two at a time; of a CPU's, too
     }
-    server = Server(folder, scheduler, options, folder / f"{scheduler}.log")
+    server = Server(folder, scheduler, options)
     stack.callback(server.close)
     server.ready = server.answer()["ready"]
     progress(f"  vLLM ({server.name}) is up after {server.ready:.1f} s")

@@ -1,7 +1,7 @@
 """Finds the fastest schedule for a situation: simulate all, measure the best few, and never lose to sequence.
 
 1. Each candidate plans; those that plan a sequence, or what another has planned already, are out.
-2. The simulator says how long each would take, with the operators' measured times where there are too many to measure.
+2. The simulator says how long each would take; operators are timed for it if there are more plans than are measured.
 3. The best few and sequence run side by side, in rounds that alternate, on the arguments at hand.
 4. The fastest wins if it beats sequence by more than the noise; else sequence does.
 5. The decision is kept on disk; a new process runs the winner beside sequence once more before it believes it.
