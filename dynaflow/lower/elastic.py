@@ -6,7 +6,8 @@ different every time needs no new function: only its cuts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dynaflow.capture.ops import OpGraph
@@ -23,16 +24,29 @@ KEPT = 4096
 
 
 class Elastic:
-    """`lowered` takes the extents of the micro-batches behind the graph's arguments."""
+    """`lowered` takes the extents of the micro-batches behind the graph's arguments. `functions`: those that the plan
+    calls by name."""
 
-    def __init__(self, lowered: Lowered, program: Program, remake: Callable[[Plan, Sizes], Lowered]) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        program: Program,
+        functions: Mapping[str, Callable[..., Any]],
+        remake: Callable[[Plan, Sizes], Lowered],
+    ) -> None:
         self.lowered, self.parts = lowered, len(lowered.plan.micro_batches)
-        self._program, self._remake = program, remake
+        self._program, self._functions, self._remake = program, functions, remake
         self._fits: dict[tuple[int, ...], bool] = {}
 
     @property
     def plan(self) -> Plan:
         return self.lowered.plan
+
+    def carries_out(self, plan: Plan, graph: OpGraph, functions: Mapping[str, Callable[..., Any]]) -> bool:
+        """Its own plan says the same, but for the sizes."""
+        if graph is not self.lowered.graph or len(plan.micro_batches) != self.parts:
+            return False
+        return replace(plan, micro_batches=self.plan.micro_batches) == self.plan and functions == self._functions
 
     def at(self, plan: Plan, sizes: Sizes) -> Lowered | None:
         """For a plan that differs in the sizes of its micro-batches; None if an operator does not fit them."""

@@ -206,7 +206,7 @@ class Lowerer:
         except NotElastic:
             return None
         lowered.remark = lambda row: self._cut(replace(job, marked=True, row=row), elastic=True)[0]
-        return Elastic(lowered, program, lambda plan, sizes: self.lower(plan, graph, sizes, functions))
+        return Elastic(lowered, program, functions, lambda plan, sizes: self.lower(plan, graph, sizes, functions))
 
     def _elastic_sequence(self, job: _Job) -> Elastic:
         program = Program(arguments=0, lanes=[], used=[])
@@ -223,7 +223,7 @@ class Lowerer:
 
         lowered = Lowered(job.plan, job.graph, run_whole)
         lowered.remark = lambda row: _timed(job, Lowered(job.plan, job.graph, run_whole))
-        return Elastic(lowered, program, lambda plan, sizes: lowered)
+        return Elastic(lowered, program, job.functions, lambda plan, sizes: lowered)
 
     def _uncut(self, job: _Job) -> Lowered:
         lowered = Lowered(job.plan, job.graph, self.whole(job.graph.graph, job.sizes))

@@ -83,6 +83,9 @@ class Operators:
         self.compiled = 0
         self.shared = 0
         self._lock = threading.Lock()
+        self._forms: dict[tuple[Any, ...], int] = {}
+        self._form_of: WeakKeyDictionary[fx.GraphModule, int] = WeakKeyDictionary()
+        """Which number a graph without its names has: it is written down once, though asked for with every plan."""
         self._known: dict[Any, list[_Compiled]] = {}
         self._turns: dict[Any, list[tuple[Boxed, Callable[[Sizes], bool]]]] = {}
         """Graphs that are compiled in pieces."""
@@ -111,7 +114,7 @@ class Operators:
         if leaves_some_alone(source.module):
             given = dict(zip(source.module.graph.find_nodes(op="placeholder"), strides, strict=True))
             return self._in_turn(source, lambda p, part: self.get(part, sizes, _strides(p, part, sizes, given)))
-        key = _key(source)
+        key = self._key(source)
         with self._lock:
             variants = self._known.setdefault(key, [])
             found = next((v for v in variants if v.fits(sizes, strides)), None)
@@ -131,12 +134,12 @@ class Operators:
         if self.mode == "eager":
             return self.as_it_is(source.module), lambda sizes: True
         if leaves_some_alone(source.module):
-            known = self._turns.setdefault((_key(source), uncut), [])
+            known = self._turns.setdefault((self._key(source), uncut), [])
             if not (fitting := [turn for turn in known if turn[1](sizes)]):
                 known += (fitting := [self._in_turn_for_all(source, sizes, self.captured if uncut else None)])
             return fitting[0]
         with self._lock:
-            variants = self._known.setdefault(_key(source), [])
+            variants = self._known.setdefault(self._key(source), [])
             found = next((v for v in variants if v.sizes is None and v.fits(sizes, ())), None)
             if found is None:
                 with self._kernels.later(), _torch.inductor_settings(self.settings):
@@ -174,6 +177,18 @@ class Operators:
 
         call = self._in_turn(source, get, captured)
         return call, lambda sizes: all(fits(sizes) for fits in conditions.values())
+
+    def _key(self, source: Source) -> Any:
+        """Equal for sources that can share what is compiled."""
+        if source.module not in self._form_of:
+            self._form_of[source.module] = self._forms.setdefault(nameless(source.module), len(self._forms))
+        devices = {i.device.type for i in source.inputs if isinstance(i, Shape)}
+        device = next(iter(devices - {"cpu"}), "cpu")  # a weight that waits on the host does not count
+        ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
+        if ambient[2]:
+            ambient = (*ambient, torch.get_autocast_dtype(device))  # type: ignore[assignment]
+        form = self._form_of[source.module]
+        return (form, source.inputs, source.still, source.tensors, source.free, ambient)
 
     def finish(self) -> None:
         """Waits until all that `get` has given can be called."""
@@ -271,15 +286,6 @@ def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols) -> Boxed
 def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:
     fake = torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
     return fake.requires_grad_() if shape.requires_grad else fake
-
-
-def _key(source: Source) -> Any:
-    devices = {i.device.type for i in source.inputs if isinstance(i, Shape)}
-    device = next(iter(devices - {"cpu"}), "cpu")  # a weight that waits on the host does not count
-    ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
-    if ambient[2]:
-        ambient = (*ambient, torch.get_autocast_dtype(device))  # type: ignore[assignment]
-    return (nameless(source.module), source.inputs, source.still, source.tensors, source.free, ambient)
 
 
 def nameless(module: fx.GraphModule) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.lower.lower import Lowerer
 from tests.zoo import ZOO
 
 
@@ -65,6 +67,69 @@ def test_fewer_rows_than_parts_are_another_key() -> None:
     assert scheduler.asked == 2, "three micro-batches, and two"
 
 
+class Daily(Stretching):
+    """A key for each day. On sundays all is on another lane; holidays have functions of their own."""
+
+    def __init__(self, holidays: dict[str, Callable[..., Any]] | None = None) -> None:
+        super().__init__(2, (df.SplitModule("up"), df.SplitModule("down")))
+        self.holidays = holidays or {}
+
+    def key(self, ctx: df.ScheduleContext) -> Any:
+        return ctx.facts["day"]
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        self.asked += 1
+        ctx.split(2)
+        day, lane = ctx.facts["day"], "other" if ctx.facts["day"] == "sunday" else "main"
+        while ops := ctx.get_ready_ops():
+            for op in ops:
+                ctx.execute(op, lane=lane, replace_func=self.holidays.get(day) if op.name.startswith("up") else None)
+
+
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_keys_with_the_same_decisions_share_a_function(operators: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _count_elastic(monkeypatch)
+    model, scheduler = Packed(), Daily()
+    fast = df.compile(model, scheduler, operators=operators)
+    with torch.no_grad():
+        for batch, day, functions in (6, "monday", 1), (7, "tuesday", 1), (9, "sunday", 2), (3, "monday", 2):
+            inputs, facts = packed(batch), {"day": day}
+            torch.testing.assert_close(fast(**inputs, facts=facts), model(**inputs))
+            plan = fast.plan(**inputs, facts=facts)
+            assert plan.batch_size == batch and {task.lane for task in plan.tasks} == {
+                "other" if day == "sunday" else "main"
+            }
+            assert len(made) == functions
+    assert scheduler.asked == 3
+
+
+def test_decisions_that_call_other_functions_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even under one name."""
+
+    def times(factor: float) -> Callable[..., Tensor]:
+        def scaled(x: Tensor, *_: Tensor) -> Tensor:
+            return x.new_full((len(x), 16), factor)
+
+        return scaled
+
+    made = _count_elastic(monkeypatch)
+    model = Packed()
+    fast = df.compile(model, Daily({"easter": times(2.0), "christmas": times(3.0)}), operators="eager")
+    with torch.no_grad():
+        for day, factor in ("easter", 2.0), ("christmas", 3.0), ("easter", 2.0):
+            inputs = packed(6)
+            expected = model.down(torch.full((6, 16), factor)) * inputs["scale"][:, None]
+            torch.testing.assert_close(fast(**inputs, facts={"day": day}), expected)
+    assert len(made) == 2
+
+
+def _count_elastic(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    made: list[Any] = []
+    make = Lowerer.elastic
+    monkeypatch.setattr(Lowerer, "elastic", lambda *args: made.append(args) or make(*args))
+    return made
+
+
 class Packed(nn.Module):
     """Tokens of several requests."""
 
@@ -74,6 +139,10 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x))) * scale[:, None].to(x.dtype)
+
+
+def packed(rows: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, 8), "scale": torch.arange(rows) % 5}
 
 
 def test_packed_requests_are_cut_at_their_boundaries() -> None:
@@ -87,7 +156,7 @@ def test_packed_requests_are_cut_at_their_boundaries() -> None:
             rows = sum(lengths)
             if rows == len(lengths):
                 continue
-            inputs = {"x": torch.randn(rows, 8), "scale": torch.arange(rows) % 5}
+            inputs = packed(rows)
             facts = {"num_tokens": lengths}
             torch.testing.assert_close(fast(**inputs, facts=facts), model(**inputs))
             plan = fast.plan(**inputs, facts=facts)

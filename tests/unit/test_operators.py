@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dynaflow as df
 from dynaflow import _torch
 from dynaflow.capture.graph import Shape
-from dynaflow.lower.operators import Operators, Source
+from dynaflow.lower import operators as lowering
+from dynaflow.lower.operators import Operators, Source, nameless
 from tests.helpers import Scheduler, assert_equal, randn
 
 B, T = (sympy.Symbol(name, integer=True, positive=True) for name in "BT")
@@ -284,6 +285,18 @@ def test_tensors_on_the_host_count_as_aligned_beside_those_of_a_device() -> None
         assert aligned() and not another.submit(aligned).result()
     with _torch._hosts_alignment_is_nothing([host, 7]):
         assert not aligned()
+
+
+def test_a_graph_is_written_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones take long, and every plan asks for them."""
+    written = []
+    monkeypatch.setattr(lowering, "nameless", lambda module: written.append(module) or nameless(module))
+    operators, piece = Operators("inductor"), source(double, shape(B, 3))
+    for size in 4, 5, 6:
+        operators.get_for_all(piece, {B: size})
+    twin = source(double, shape(B, 3))
+    operators.get_for_all(twin, {B: 4})
+    assert written == [piece.module, twin.module] and operators.compiled == 1
 
 
 def test_two_threads_compile_once(made: list[list[Any]]) -> None:
