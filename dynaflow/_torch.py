@@ -141,9 +141,18 @@ class Symbols:
         symbol = self.env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         return self.env.create_symintnode(symbol, hint=value, source=source)  # type: ignore[return-value]
 
-    def guards(self) -> list[sympy.Basic]:
-        """What the compiler assumed about the symbols on the way."""
-        return [guard.expr for guard in self.env.guards]
+    def assumed(self, symbols: Sequence[sympy.Symbol]) -> Callable[..., bool]:
+        """Whether what the compiler assumed about these symbols on the way holds, as a function of their values.
+
+        sympy would take a tenth of a millisecond for each assumption, and there are hundreds in a model.
+        """
+        from torch.utils._sympy import functions
+
+        guards = [guard.expr for guard in self.env.guards if guard.expr.free_symbols <= set(symbols)]
+        if not guards:
+            return lambda *values: True
+        check = sympy.lambdify(symbols, guards, modules=[vars(functions), "math"])
+        return lambda *values: all(check(*values))
 
 
 def warm_compiler() -> None:

@@ -60,9 +60,9 @@ class Elastic:
 
     def _fit(self, plan: Plan, graph: OpGraph, sizes: Sizes) -> bool:
         known: dict[tuple[Any, ...], Sizes] = {}
-        for parts, fits in self._program.conditions:
+        for parts, holds in self._program.conditions:
             if parts not in known:
                 known[parts] = sizes_of(plan, graph, sizes, parts)
-            if not fits(known[parts]):
+            if not holds(known[parts]):
                 return False
         return True

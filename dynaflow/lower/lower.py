@@ -213,9 +213,9 @@ class Lowerer:
         if (source := self._whole(job.graph.graph)) is None:
             run = self.operators.as_it_is(job.graph.graph.gm)
         else:
-            run, fits = self.operators.get_for_all(source, job.sizes, uncut=True)
+            run, conditions = self.operators.get_for_all(source, job.sizes, uncut=True)
             self.operators.finish()
-            program.conditions.append(((0,), fits))
+            program.conditions.update(((0,), holds) for holds in conditions)
 
         def run_whole(args: list[Any]) -> Any:
             args.pop()  # the cuts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
@@ -23,6 +23,8 @@ from dynaflow.lower.left_alone import Piece, in_turn, pieces_of
 
 Mode = Literal["inductor", "eager"]
 Sizes = dict[sympy.Symbol, int]
+Condition = Callable[[Sizes], bool]
+"""Whether sizes are among those that something was compiled for."""
 Captured = Callable[[list[Boxed]], list[Boxed]]
 """Of the compiled pieces of a graph, in order: what is called in their places."""
 
@@ -53,22 +55,23 @@ Strides = tuple[tuple[int, ...] | None, ...]
 """Of each input, as they are: None for what is no tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Compiled:
     call: Boxed
     sizes: Sizes | None = None
     """What it was compiled for, if that is all that it fits."""
     strides: Strides | None = None
-    names: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
-    """The graph's symbols, as the compiler knew them."""
-    guards: tuple[sympy.Basic, ...] = ()
+    symbols: tuple[sympy.Symbol, ...] = ()
+    assumed: Callable[..., bool] = lambda: True
+    """Whether what the compiler assumed holds, for values of these symbols."""
 
     def fits(self, sizes: Sizes, strides: Strides) -> bool:
-        """Does what the compiler assumed hold for these sizes?"""
         if self.sizes is not None:
             return self.strides == strides and all(sizes[s] == n for s, n in self.sizes.items())
-        known = {mine: sympy.Integer(sizes[s]) for s, mine in self.names.items() if s in sizes}
-        return all(guard.xreplace(known) is not sympy.false for guard in self.guards)
+        return self.holds(sizes)
+
+    def holds(self, sizes: Sizes) -> bool:
+        return self.assumed(*[sizes[s] for s in self.symbols])
 
 
 class Operators:
@@ -87,7 +90,7 @@ class Operators:
         self._form_of: WeakKeyDictionary[fx.GraphModule, int] = WeakKeyDictionary()
         """Which number a graph without its names has: it is written down once, though asked for with every plan."""
         self._known: dict[Any, list[_Compiled]] = {}
-        self._turns: dict[Any, list[tuple[Boxed, Callable[[Sizes], bool]]]] = {}
+        self._turns: dict[Any, list[tuple[Boxed, frozenset[Condition]]]] = {}
         """Graphs that are compiled in pieces."""
         self.captured: Captured | None = None
         """For an uncut graph whose pieces fit all sizes, and read nothing but the graph's inputs and each other's
@@ -129,18 +132,18 @@ class Operators:
             self.compiled += 1
             return made.call
 
-    def get_for_all(self, source: Source, sizes: Sizes, uncut: bool = False) -> tuple[Boxed, Callable[[Sizes], bool]]:
-        """A function for these sizes and others, and for which. To be called after `finish`."""
+    def get_for_all(self, source: Source, sizes: Sizes, uncut: bool = False) -> tuple[Boxed, frozenset[Condition]]:
+        """A function for these sizes and all that meet the conditions. To be called after `finish`."""
         if self.mode == "eager":
-            return self.as_it_is(source.module), lambda sizes: True
+            return self.as_it_is(source.module), frozenset()
         if leaves_some_alone(source.module):
             known = self._turns.setdefault((self._key(source), uncut), [])
-            if not (fitting := [turn for turn in known if turn[1](sizes)]):
+            if not (fitting := [turn for turn in known if all(holds(sizes) for holds in turn[1])]):
                 known += (fitting := [self._in_turn_for_all(source, sizes, self.captured if uncut else None)])
             return fitting[0]
         with self._lock:
             variants = self._known.setdefault(self._key(source), [])
-            found = next((v for v in variants if v.sizes is None and v.fits(sizes, ())), None)
+            found = next((v for v in variants if v.sizes is None and v.holds(sizes)), None)
             if found is None:
                 with self._kernels.later(), _torch.inductor_settings(self.settings):
                     found = _compile_for_all(source, sizes)
@@ -148,8 +151,7 @@ class Operators:
                 self.compiled += 1
             else:
                 self.shared += 1
-            made = found
-            return made.call, lambda sizes: made.fits(sizes, ())
+            return found.call, frozenset([found.holds])
 
     def _in_turn(
         self, source: Source, get: Callable[[Piece, Source], Boxed], captured: Captured | None = None
@@ -167,16 +169,15 @@ class Operators:
 
     def _in_turn_for_all(
         self, source: Source, sizes: Sizes, captured: Captured | None
-    ) -> tuple[Boxed, Callable[[Sizes], bool]]:
-        conditions: dict[int, Callable[[Sizes], bool]] = {}
+    ) -> tuple[Boxed, frozenset[Condition]]:
+        conditions: set[Condition] = set()
 
         def get(_: Piece, part: Source) -> Boxed:
-            call, fits = self.get_for_all(part, sizes)
-            conditions[id(call)] = fits  # of those that are alike, once
+            call, some = self.get_for_all(part, sizes)
+            conditions.update(some)
             return call
 
-        call = self._in_turn(source, get, captured)
-        return call, lambda sizes: all(fits(sizes) for fits in conditions.values())
+        return self._in_turn(source, get, captured), frozenset(conditions)
 
     def _key(self, source: Source) -> Any:
         """Equal for sources that can share what is compiled."""
@@ -267,8 +268,7 @@ def _compile_for_all(source: Source, sizes: Sizes) -> _Compiled:
             ]
             inputs.append(_fake(given, [number(e) for e in given.size], stride))
     call = _compiled(source, inputs, world)
-    guards = tuple(g for g in world.guards() if g.free_symbols <= set(names.values()))
-    return _Compiled(call=call, names=names, guards=guards)
+    return _Compiled(call=call, symbols=tuple(names), assumed=world.assumed(list(names.values())))
 
 
 def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]) -> Any:

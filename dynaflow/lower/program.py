@@ -257,8 +257,8 @@ class _Maker:
         free = self.batch if unit.splittable else frozenset()
         source = Source(module=module, inputs=tuple(inputs), still=frozenset(still), free=free)
         if self.elastic:
-            call, fits = self.operators.get_for_all(source, sizes)
-            self.program.conditions.append((parts, fits))
+            call, conditions = self.operators.get_for_all(source, sizes)
+            self.program.conditions.update((parts, holds) for holds in conditions)
         else:
             call = self.operators.get(source, sizes, tuple(strides))
         name = f"op{unit.ops[0].index}"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
-
+from dynaflow.lower.operators import Condition
 from dynaflow.run.arena import View
 
 
@@ -59,5 +57,5 @@ class Program:
     arena_bytes: int = 0
     joined_bytes: int = 0
     """Bytes that a run copies to join micro-batches."""
-    conditions: list[tuple[tuple[int, ...], Callable[[dict[sympy.Symbol, int]], bool]]] = field(default_factory=list)
+    conditions: set[tuple[tuple[int, ...], Condition]] = field(default_factory=set)
     """Of an elastic program: for which sizes of these micro-batches its operators were compiled."""

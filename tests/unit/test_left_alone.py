@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 import dynaflow as df
+from dynaflow import _torch
 from dynaflow.capture import declared
 from dynaflow.capture.declared import leaves_some_alone
 from dynaflow.lower.left_alone import in_turn, pieces_of
@@ -102,6 +103,18 @@ def test_one_compilation_serves_all_sizes_of_an_elastic_plan() -> None:
         x = torch.randn(rows, 8)
         torch.testing.assert_close(fast(x, given), model(x, given))
     assert fast.stats.plans == 1 and fast.stats.operators_compiled == 3
+
+
+def test_layers_that_are_alike_have_conditions_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new size is held against each that was compiled, not against each layer."""
+    asked: list[int] = []
+    monkeypatch.setattr(_torch.Symbols, "assumed", lambda *_: lambda rows: asked.append(rows) or True)
+    given, fast = weights(6), df.compile(model, Stretching(), batch_dims={"x": 0})
+    for rows in (5, 9):
+        x = torch.randn(rows, 8)
+        asked.clear()
+        torch.testing.assert_close(fast(x, given), model(x, given))
+    assert asked == [9] * 3
 
 
 def test_micro_batches_are_compiled_in_pieces_too() -> None:

@@ -287,6 +287,29 @@ def test_tensors_on_the_host_count_as_aligned_beside_those_of_a_device() -> None
         assert not aligned()
 
 
+ASSUMED: list[Callable[[Any, Any], Any]] = [
+    lambda a, b: 2048 * a <= 2**31 - 1,
+    lambda a, b: a % 3 == 1,
+    lambda a, b: a // 4 != b,
+    lambda a, b: (a * b) % 2 == 0,
+    lambda a, b: torch.sym_max(a, b) < 40,
+    lambda a, b: torch.sym_min(a, 3) * b > 8,
+]
+
+
+@pytest.mark.parametrize("number", range(len(ASSUMED)))
+def test_what_was_assumed_of_symbols_is_held_against_their_values(number: int) -> None:
+    assume, world = ASSUMED[number], _torch.Symbols()
+    symbols = [world.new("a", 13), world.new("b", 6)]
+    as_it_was = bool(assume(*symbols))
+    assert world.env.guards
+    holds = world.assumed([symbol.node.expr for symbol in symbols])
+    values = [(a, b) for a in (2, 13, 14, 2**20, 2**20 + 1) for b in (2, 3, 6, 39, 50)]
+    expected = [bool(assume(*pair)) is as_it_was for pair in values]
+    assert [holds(*pair) for pair in values] == expected and {*expected} == {True, False}
+    assert world.assumed([symbols[1].node.expr])(6), "what is assumed of others as well is not its own"
+
+
 def test_a_graph_is_written_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large ones take long, and every plan asks for them."""
     written = []
