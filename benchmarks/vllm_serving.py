@@ -29,6 +29,10 @@ LIMIT = 0.99
 READY = 1.1
 SHORT = 3
 """Rounds of a workload of few requests, which takes seconds; one that takes half a minute has one."""
+ALONE = 256
+"""A server that has come up serves prompts of so many tokens, twice and three times as many and so on, each alone; and
+of one token more. By such sizes vLLM picks kernels of experts, and Triton compiles them when they are first called, for
+a second each: a second that hits whichever server, and whichever round, meets that size first."""
 WARM = (128, 16)
 """Before a workload is timed, so many of its requests are served, with so many tokens out: most kinds of steps."""
 CLOSE = 0.2
@@ -151,6 +155,9 @@ def _started(shape: dict[str, Any], scheduler: str | None, settings: Settings, s
     stack.callback(server.close)
     server.ready = server.answer()["ready"]
     progress(f"  vLLM ({server.name}) is up after {server.ready:.1f} s")
+    for tokens in range(ALONE, options["max_model_len"], ALONE):
+        server.serve((1, tokens, 1), next(_seeds))
+        server.serve((1, tokens + 1, 1), next(_seeds))
     return server
 
 
