@@ -6,11 +6,13 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,8 +29,8 @@ TINY = ((6, 20, 5), (3, 40, 3))
 SCHEDULERS = ("sequential", "auto")
 LIMIT = 0.99
 READY = 1.1
-SHORT = 3
-"""Rounds of a workload of few requests, which takes seconds; one that takes half a minute has one."""
+ROUNDS, ENOUGH = 3, 30.0
+"""A workload has so many rounds; but after so many seconds, none is begun."""
 ALONE = 256
 """A server that has come up serves prompts of so many tokens, twice and three times as many and so on, each alone; and
 of one token more. By such sizes vLLM picks kernels of experts, and Triton compiles them when they are first called, for
@@ -64,7 +66,7 @@ class Server:
     def __init__(self, model: Path, scheduler: str | None, options: dict[str, Any]) -> None:
         setting = json.dumps({"model": str(model), "scheduler": scheduler, "options": options})
         self.log = model / "log"
-        self._log = self.log.open("w")
+        self._log = self.log.open("w", buffering=1)  # by lines: the server writes to it, too
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.vllm_server", setting],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -81,6 +83,7 @@ class Server:
             if line.startswith(ANSWER):
                 found: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
                 return found
+            self._log.write(line)
         raise RuntimeError(f"vLLM ({self.name}) has stopped: {self.log.read_text().strip()[-300:]}")
 
     def serve(self, workload: tuple[int, int, int], seed: int) -> dict[str, Any]:
@@ -183,14 +186,16 @@ def _speed(
         if away > CLOSE:
             raise WrongResult(f"{servers[1].name}: probabilities are {away:.2g} apart from stock's")
     both((min(WARM[0], requests), tokens_in, min(WARM[1], tokens_out)))
-    rounds = settings.rounds or (SHORT if requests < 100 else 1)
-    speeds = [[one["tokens"] / one["seconds"] for one in both(workload)] for _ in range(rounds)]
+    most, end = settings.rounds or ROUNDS, time.perf_counter() + (math.inf if settings.rounds else ENOUGH)
+    speeds: list[list[float]] = []
+    while len(speeds) < most and time.perf_counter() < end:
+        speeds.append([one["tokens"] / one["seconds"] for one in both(workload)])
     return figure(
         [mine / usual for usual, mine in speeds],
         tokens_a_second=max(mine for _, mine in speeds),
         baseline_tokens_a_second=max(usual for usual, _ in speeds),
         baseline_slowest=min(usual for usual, _ in speeds),
-        rounds=rounds,
+        rounds=len(speeds),
     )
 
 
