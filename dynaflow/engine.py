@@ -399,9 +399,8 @@ class Engine:
         place = (runner, made.graph.spaces, own)
         if place not in schedules.patterns or place in schedules.elastic:
             return None
-        what = (made.plan, made.graph, made.functions)
-        alike = (known for known in schedules.elastic.values() if known.carries_out(*what))  # under another key
-        elastic = next((known for known in alike if known.at(made.plan, values)), None)
+        known = (e for e in schedules.elastic.values() if e.carries_out(made.plan, made.graph, made.functions))
+        elastic = next((e for e in known if e.at(made.plan, values)), None)  # decided the same under another key
         elastic = elastic or self.lowerer.elastic(made.plan, made.graph, values, made.functions)
         if elastic is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class Operators:
         self.compiled = 0
         self.shared = 0
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._forms: dict[tuple[Any, ...], int] = {}
         self._form_of: WeakKeyDictionary[fx.GraphModule, int] = WeakKeyDictionary()
         """Which number a graph without its names has: it is written down once, though asked for with every plan."""
@@ -182,7 +184,7 @@ class Operators:
     def _key(self, source: Source) -> Any:
         """Equal for sources that can share what is compiled."""
         if source.module not in self._form_of:
-            self._form_of[source.module] = self._forms.setdefault(nameless(source.module), len(self._forms))
+            self._form_of[source.module] = self._forms.setdefault(nameless(source.module), next(self._numbers))
         devices = {i.device.type for i in source.inputs if isinstance(i, Shape)}
         device = next(iter(devices - {"cpu"}), "cpu")  # a weight that waits on the host does not count
         ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
