@@ -48,6 +48,8 @@ Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 PLANS_KEPT = 1024
 """Of each scheduler; then the oldest goes."""
+CUTS_KEPT = 32
+"""Of each graph, for schedulers to come that cut it the same way."""
 
 
 class _Local(threading.local):
@@ -503,6 +505,8 @@ class Engine:
             complete = not self.stats.graph_breaks and runner.graph.phase != "backward"
             cut = (spaces, schedules.rules, complete)
             if cut not in runner.partitions:  # of other schedulers, which cut the same way
+                if len(runner.partitions) >= CUTS_KEPT:
+                    runner.partitions.pop(next(iter(runner.partitions)))
                 runner.partitions[cut] = partition(runner.graph, found, schedules.rules, complete=complete)
                 self.stats.partitions += 1
             schedules.graphs[key] = runner.partitions[cut]

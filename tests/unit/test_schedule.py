@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow import engine
 from tests.helpers import (
     STACK_RULES,
     Each,
@@ -360,6 +361,17 @@ def test_schedulers_that_cut_alike_share_the_partition() -> None:
     fast.set_scheduler(Each(STACK_RULES[:1]))
     assert_equal(fast(X), model(X))
     assert fast.stats.partitions == 2
+
+
+def test_of_many_ways_to_cut_a_graph_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "CUTS_KEPT", 2)
+    model = Stack()
+    fast = compiled(model, Each(STACK_RULES))
+    fast(X)
+    for rules, made in (STACK_RULES[:1], 2), ([], 3), (STACK_RULES[:1], 3), (STACK_RULES, 4):
+        fast.set_scheduler(Each(rules))
+        assert_equal(fast(X), model(X))
+        assert fast.stats.partitions == made
 
 
 def test_second_use_calls_no_user_code_and_no_partitioning() -> None:
