@@ -177,14 +177,8 @@ class CompiledModel:
         return reported_now(self._ready(args, kwargs), self._engine, profile)
 
     def _ready(self, args: Any, kwargs: Any) -> PlanReady:
-        local = self._engine.local
-        local.plan_only = True
-        try:
-            self(*args, **kwargs)
-        except PlanReady as ready:
+        if (ready := self._engine.planned(lambda: self(*args, **kwargs))) is not None:
             return ready
-        finally:
-            local.plan_only = False
         raise PlanError("the model gave no graph to plan", advice="does it use torch operators on tensors?")
 
     @property

@@ -31,7 +31,7 @@ from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitE
 from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
 from dynaflow.lower.operators import Mode, Operators
 from dynaflow.lower.padding import Padding
-from dynaflow.runner import GraphRunner, Raiser, Spaces
+from dynaflow.runner import GraphRunner, PlanReady, Raiser, Spaces
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import ScheduleContext
@@ -122,6 +122,23 @@ class Engine:
         """All that are kept."""
         with self.lock:
             return self._schedules.all_plans()
+
+    @property
+    def chooses(self) -> bool:
+        """The scheduler leaves situations to others, and may have to try them."""
+        return self._schedules.chooses
+
+    def planned(self, call: Callable[[], Any], facts: Mapping[str, Any] | None = None) -> PlanReady | None:
+        """What a call would run, lowered but not run; None if it comes to no graph. `facts`: beside those it has."""
+        local, before = self.local, self.local.facts
+        local.plan_only, local.facts = True, facts or before
+        try:
+            call()
+        except PlanReady as ready:
+            return ready
+        finally:
+            local.plan_only, local.facts = False, before
+        return None
 
     def facts(self) -> Mapping[str, Any]:
         base = self._facts() if callable(self._facts) else self._facts

@@ -27,6 +27,8 @@ from dynaflow.schedule.plan import Plan
 
 TOLD = "dynaflow_told"
 """The namespace of the operators that take the others' places, under their names."""
+AHEAD = 16
+"""So many requests has the batch that is planned before there are any."""
 Within = Callable[[int, int], AbstractContextManager[None]]
 """The context for the rows from one to another."""
 _NOTHING = contextlib.nullcontext()
@@ -48,6 +50,7 @@ class Hosted:
         self.engine, self.stats = engine, engine.stats
         self._run, self._source = run, source
         self._numbers = torch.arange(0, dtype=torch.int32)
+        self._first = True
         self.alive.add(self)
 
     def __call__(self, *args: Any) -> Any:
@@ -55,7 +58,22 @@ class Hosted:
         if len(self._numbers) < rows:
             self._numbers = torch.arange(2 * rows, dtype=torch.int32)
         self.begin(rows)
-        return self._run(*args, self._numbers[:rows])
+        given = (*args, self._numbers[:rows])
+        results = self._run(*given)
+        if self._first:
+            self._first = False
+            self._plan_ahead(given, rows)
+        return results
+
+    def _plan_ahead(self, args: tuple[Any, ...], rows: int) -> None:
+        """A system starts with a batch of no requests, to see what memory it takes. What the scheduler would do with
+        requests is compiled then, too, and not while the first ones wait. But who chooses would have to run trials."""
+        if self.engine.chooses or self.stats.plain_graphs or not self.engine.facts().get("whole"):
+            return
+        count = min(rows, AHEAD)
+        requests = [rows // count + (i < rows % count) for i in range(count)]
+        facts = {"whole": False, "num_tokens": requests, "phase": "prefill"}
+        self.engine.planned(lambda: self._run(*args), facts)
 
     def begin(self, rows: int) -> None:
         """Before each call, with the rows of its batch."""

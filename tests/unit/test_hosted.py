@@ -15,6 +15,7 @@ from dynaflow import api
 from dynaflow.capture import declared
 from dynaflow.capture.graph import copied
 from dynaflow.hosted import TOLD, Batch, Hosted, tell_rows, wrap
+from dynaflow.lower.lower import Lowerer
 from dynaflow.strategies.auto import Auto
 from dynaflow.strategies.serving import Serving, serving
 from tests.helpers import Each
@@ -144,6 +145,39 @@ def test_compiled_code_serves_batches_of_all_sizes() -> None:
         assert server.serve(lengths) == []
     server.serve([5, 6], why_whole="because")
     assert hosted.stats.operators_compiled == compiled == 3, "what is before, between and after those that are told"
+
+
+def test_what_requests_will_want_is_compiled_when_the_system_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a batch that has none, and of which nothing but the whole is run."""
+    made: list[Any] = []
+    elastic = Lowerer.elastic
+    monkeypatch.setattr(Lowerer, "elastic", lambda *args: made.append(args) or elastic(*args))
+    server = Server(serving(Each(split=2), MOST), "inductor")
+    assert server.serve([], padding=64, why_whole="a profile run") == []
+    (hosted,) = server.hosted
+    assert hosted.stats.runs == hosted.stats.sequential_runs == 1
+    compiled = hosted.stats.operators_compiled
+    assert len(made) == 2
+    assert server.serve([3, 3]) == [3, 3] and server.serve([1, 1, 1, 1]) == [2, 2] and server.serve([40]) == [16, 24]
+    assert server.serve([3, 4], why_whole="because") == []
+    assert len(made) == 2 and hosted.stats.operators_compiled == compiled
+
+
+def test_a_scheduler_that_fails_does_so_when_the_system_starts() -> None:
+    server = Server(serving(Each(split=17), MOST))
+    with pytest.raises(df.SplitError, match="split"):
+        server.serve([], padding=64, why_whole="a profile run")
+
+
+def test_who_chooses_is_not_asked_before_there_are_requests() -> None:
+    class Chooses(Each):
+        def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
+            assert System.batch.requests
+            return self
+
+    server = Server(serving(Chooses(split=2), MOST))
+    assert server.serve([], padding=64, why_whole="a profile run") == []
+    assert server.serve([3, 3]) == [3, 3]
 
 
 def test_a_part_is_made_once_and_others_are_refused() -> None:
