@@ -305,8 +305,7 @@ class Engine:
             self._note_facts(schedules, runner, sizes, ctx)
             if ctx.later is not None:
                 self._decide_later(schedules, self._choice(schedules, runner, sizes, args, facts), ctx)
-        if len(schedules.chosen) >= PLANS_KEPT:
-            schedules.chosen.pop(next(iter(schedules.chosen)))
+        _make_room(schedules.chosen, PLANS_KEPT)
         key = self._choice(schedules, runner, sizes, args, facts)
         schedules.notes[key] = ctx.note if graph is not None else None
         schedules.choose(key, chosen)
@@ -363,8 +362,7 @@ class Engine:
             own = _user(schedules.scheduler, "key", ctx)
             if keeps:
                 names = tuple(sorted({*names, *ctx.facts.read}))
-                if len(schedules.own_keys) >= PLANS_KEPT:
-                    schedules.own_keys.pop(next(iter(schedules.own_keys)))
+                _make_room(schedules.own_keys, PLANS_KEPT)
                 schedules.key_facts[runner, sizes] = names
                 schedules.own_keys[runner, sizes, tuple(fact_value(facts, name) for name in names)] = own
             return own
@@ -406,8 +404,7 @@ class Engine:
         stats.lower_seconds += time.perf_counter() - start
         stats.plans += 1
         stats.operators_compiled, stats.operators_shared = self.operators.compiled, self.operators.shared
-        if len(schedules.plans) >= PLANS_KEPT:  # ragged batches may be different every time
-            schedules.plans.pop(next(iter(schedules.plans)))
+        _make_room(schedules.plans, PLANS_KEPT)  # ragged batches may be different every time
         schedules.plans[self._key(schedules, runner, sizes, args, facts)] = lowered
         return lowered
 
@@ -423,8 +420,7 @@ class Engine:
         elastic = elastic or self.lowerer.elastic(made.plan, made.graph, values, made.functions)
         if elastic is None:
             return None
-        if len(schedules.elastic) >= PLANS_KEPT:
-            schedules.elastic.pop(next(iter(schedules.elastic)))
+        _make_room(schedules.elastic, PLANS_KEPT)
         schedules.elastic[place] = elastic
         return elastic.at(made.plan, values)
 
@@ -522,14 +518,19 @@ class Engine:
             complete = not self.stats.graph_breaks and runner.graph.phase != "backward"
             cut = (spaces, schedules.rules, complete)
             if cut not in runner.partitions:  # of other schedulers, which cut the same way
-                if len(runner.partitions) >= CUTS_KEPT:
-                    runner.partitions.pop(next(iter(runner.partitions)))
+                _make_room(runner.partitions, CUTS_KEPT)
                 runner.partitions[cut] = partition(runner.graph, found, schedules.rules, complete=complete)
                 self.stats.partitions += 1
             schedules.graphs[key] = runner.partitions[cut]
             self.stats.partition_seconds += time.perf_counter() - start
         graph = schedules.graphs[key]
         return graph, graph.spaces, values
+
+
+def _make_room(kept: dict[Any, Any], most: int) -> None:
+    """For one more: the oldest goes, if there are as many as may be kept."""
+    if len(kept) >= most:
+        kept.pop(next(iter(kept)))
 
 
 def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:

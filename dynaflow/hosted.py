@@ -70,10 +70,8 @@ class Hosted:
         requests is compiled then, too, and not while the first ones wait. But who chooses would have to run trials."""
         if self.engine.chooses or self.stats.plain_graphs or not self.engine.facts().get("whole"):
             return
-        count = min(rows, AHEAD)
-        requests = [rows // count + (i < rows % count) for i in range(count)]
-        facts = {"whole": False, "num_tokens": requests, "phase": "prefill"}
-        self.engine.planned(lambda: self._run(*args), facts)
+        requests = Batch(rows, [max(rows // AHEAD, 1)] * min(rows, AHEAD), piece=rows, most=AHEAD)
+        self.engine.planned(lambda: self._run(*args), requests.facts)
 
     def begin(self, rows: int) -> None:
         """Before each call, with the rows of its batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,10 +86,9 @@ class Operators:
         self.compiled = 0
         self.shared = 0
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._forms: dict[tuple[Any, ...], int] = {}
-        self._form_of: WeakKeyDictionary[fx.GraphModule, int] = WeakKeyDictionary()
-        """Which number a graph without its names has: it is written down once, though asked for with every plan."""
+        self._forms: dict[tuple[Any, ...], object] = {}
+        self._form_of: WeakKeyDictionary[fx.GraphModule, object] = WeakKeyDictionary()
+        """What stands for a graph without its names, which is written down once, though every plan asks for it."""
         self._known: dict[Any, list[_Compiled]] = {}
         self._turns: dict[Any, list[tuple[Boxed, frozenset[Condition]]]] = {}
         """Graphs that are compiled in pieces."""
@@ -183,14 +181,14 @@ class Operators:
 
     def _key(self, source: Source) -> Any:
         """Equal for sources that can share what is compiled."""
-        if source.module not in self._form_of:
-            self._form_of[source.module] = self._forms.setdefault(nameless(source.module), next(self._numbers))
+        form = self._form_of.get(source.module)
+        if form is None:
+            form = self._form_of[source.module] = self._forms.setdefault(nameless(source.module), object())
         devices = {i.device.type for i in source.inputs if isinstance(i, Shape)}
         device = next(iter(devices - {"cpu"}), "cpu")  # a weight that waits on the host does not count
         ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
         if ambient[2]:
             ambient = (*ambient, torch.get_autocast_dtype(device))  # type: ignore[assignment]
-        form = self._form_of[source.module]
         return (form, source.inputs, source.still, source.tensors, source.free, ambient)
 
     def finish(self) -> None:

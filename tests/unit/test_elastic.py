@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.lower.lower import Lowerer
+from tests.helpers import count_elastic
 from tests.zoo import ZOO
 
 
@@ -88,7 +88,7 @@ class Daily(Stretching):
 
 @pytest.mark.parametrize("operators", ["eager", "inductor"])
 def test_keys_with_the_same_decisions_share_a_function(operators: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _count_elastic(monkeypatch)
+    made = count_elastic(monkeypatch)
     model, scheduler = Packed(), Daily()
     fast = df.compile(model, scheduler, operators=operators)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_decisions_that_call_other_functions_are_others(monkeypatch: pytest.Monk
 
         return scaled
 
-    made = _count_elastic(monkeypatch)
+    made = count_elastic(monkeypatch)
     model = Packed()
     fast = df.compile(model, Daily({"easter": times(2.0), "christmas": times(3.0)}), operators="eager")
     with torch.no_grad():
@@ -121,13 +121,6 @@ def test_decisions_that_call_other_functions_are_others(monkeypatch: pytest.Monk
             expected = model.down(torch.full((6, 16), factor)) * inputs["scale"][:, None]
             torch.testing.assert_close(fast(**inputs, facts={"day": day}), expected)
     assert len(made) == 2
-
-
-def _count_elastic(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    made: list[Any] = []
-    make = Lowerer.elastic
-    monkeypatch.setattr(Lowerer, "elastic", lambda *args: made.append(args) or make(*args))
-    return made
 
 
 class Packed(nn.Module):

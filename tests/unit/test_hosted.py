@@ -15,10 +15,9 @@ from dynaflow import api
 from dynaflow.capture import declared
 from dynaflow.capture.graph import copied
 from dynaflow.hosted import TOLD, Batch, Hosted, tell_rows, wrap
-from dynaflow.lower.lower import Lowerer
 from dynaflow.strategies.auto import Auto
 from dynaflow.strategies.serving import Serving, serving
-from tests.helpers import Each
+from tests.helpers import Each, count_elastic
 
 MOST = 3
 
@@ -149,9 +148,7 @@ def test_compiled_code_serves_batches_of_all_sizes() -> None:
 
 def test_what_requests_will_want_is_compiled_when_the_system_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a batch that has none, and of which nothing but the whole is run."""
-    made: list[Any] = []
-    elastic = Lowerer.elastic
-    monkeypatch.setattr(Lowerer, "elastic", lambda *args: made.append(args) or elastic(*args))
+    made = count_elastic(monkeypatch)
     server = Server(serving(Each(split=2), MOST), "inductor")
     assert server.serve([], padding=64, why_whole="a profile run") == []
     (hosted,) = server.hosted
