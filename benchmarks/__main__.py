@@ -25,12 +25,14 @@ from benchmarks import (
     trace_cost,
     training,
     vllm_serving,
+    vllm_start,
 )
 from benchmarks.cells import BY_NAME, CELLS
 from benchmarks.llama import SITUATIONS
 from benchmarks.report import RESULTS, Report, machine, progress, take, write_table
 from benchmarks.settings import NONE, Settings
 from benchmarks.suite import Benchmark, run
+from benchmarks.vllm_servers import SHAPES
 
 ALL: tuple[Benchmark, ...] = tuple(
     module.BENCHMARK
@@ -52,6 +54,7 @@ ALL: tuple[Benchmark, ...] = tuple(
         generate,
         training,
         vllm_serving,
+        vllm_start,
     )
 )
 
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> list[Report]:
     )
     if unknown := [s for s in settings.situations if s not in (*SITUATIONS, NONE)]:
         raise SystemExit(f"no situation {unknown[0]!r}; there are {', '.join(SITUATIONS)}")
-    cells = [*BY_NAME, *(work.name for work in generate.WORKS), *vllm_serving.SHAPES, *training.WORKS]
+    cells = [*BY_NAME, *(work.name for work in generate.WORKS), *SHAPES, *training.WORKS]
     if unknown := [c for c in settings.cells if c not in cells]:
         raise SystemExit(f"no cell {unknown[0]!r}; there are {', '.join(cells)}")
     progress(", ".join(f"{k} {v}" for k, v in machine().items()))

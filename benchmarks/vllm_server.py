@@ -31,12 +31,13 @@ def main(setting: dict[str, Any]) -> None:
         setting["options"]["additional_config"] = {"dynaflow": {"scheduler": setting["scheduler"]}}
     from vllm import LLM
 
+    imported = time.perf_counter() - start
     llm = LLM(model=setting["model"], load_format="dummy", skip_tokenizer_init=True, **setting["options"])
     ready = time.perf_counter() - start
     llm.apply_model(draw_weights)
     if setting["scheduler"] and not all(llm.apply_model(ran)):
         raise RuntimeError("vLLM runs without dynaflow: is its plugin installed? (pip install --no-deps -e .)")
-    _say({"ready": ready})
+    _say({"ready": ready, "imported": imported})
     for line in sys.stdin:
         _say(serve(llm, *json.loads(line)))
         if setting["scheduler"]:

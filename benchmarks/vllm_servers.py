@@ -1,0 +1,131 @@
+"""The models that vLLM serves in benchmarks, and its servers: each in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import progress
+from benchmarks.settings import Settings
+from benchmarks.vllm_server import ANSWER
+
+SCHEDULERS = ("sequential", "auto")
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 8192,
+    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0, "hidden_act": "silu",
+        "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    },
+    # 48 layers would not fit twice; of 12, rounds of stock vLLM with 512 requests differ by a fifth among themselves.
+    "Qwen3-MoE of 36 layers": {**EXPERTS, "num_hidden_layers": 36},
+}  # fmt: skip
+
+
+class Server:
+    """A vLLM of its own, with caches of compiled code of its own."""
+
+    def __init__(self, model: Path, scheduler: str | None, options: dict[str, Any]) -> None:
+        setting = json.dumps({"model": str(model), "scheduler": scheduler, "options": options})
+        self.log = model / "log"
+        self._log = self.log.open("w", buffering=1)  # by lines: the server writes to it, too
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.vllm_server", setting],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(model / "cache")},
+            start_new_session=True,  # so that what it has started can be ended with it
+        )  # fmt: skip
+        self.name, self.longest = scheduler or "stock", options["max_model_len"]
+        self.seconds: dict[str, float] = {}
+        """Until it was up ("ready"), and of these, until all was imported ("imported")."""
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                found: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
+                return found
+            self._log.write(line)
+        raise RuntimeError(f"vLLM ({self.name}) has stopped: {self.log.read_text().strip()[-300:]}")
+
+    def serve(self, workload: tuple[int, int, int], seed: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([*workload, seed]) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def chosen(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The models to measure, by name."""
+    if settings.tiny:
+        return {"tiny Llama": _tiny(SHAPES["Llama-3-8B"])}
+    return {k: v for k, v in SHAPES.items() if not settings.cells or k in settings.cells}
+
+
+@contextlib.contextmanager
+def folder_of(shape: dict[str, Any]) -> Iterator[Path]:
+    """A model as vLLM takes it, without weights; in a folder that no cache of compiled code knows."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def server(folder: Path, scheduler: str | None, settings: Settings, share: float = 1.0) -> Iterator[Server]:
+    """`share`: of the memory that vLLM takes by itself."""
+    shape = json.loads((folder / "config.json").read_text())
+    up = Server(
+        folder,
+        scheduler,
+        {
+            "max_model_len": 512 if settings.tiny else 4096,
+            "dtype": shape["torch_dtype"],
+            "gpu_memory_utilization": (0.3 if settings.tiny else 0.9) * share,  # of a CPU's, too
+        },
+    )
+    try:
+        up.seconds = up.answer()
+        progress(f"  vLLM ({up.name}) is up after {up.seconds['ready']:.1f} s")
+        yield up
+    finally:
+        up.close()
+
+
+def warm_up(shape: dict[str, Any], settings: Settings) -> None:
+    """Starts a smaller model: who is first on a machine reads all libraries from the disk, and looks at the model's
+    class, which vLLM remembers."""
+    with folder_of({**shape, "num_hidden_layers": 1}) as folder, server(folder, None, settings):
+        pass
+
+
+def _tiny(shape: dict[str, Any]) -> dict[str, Any]:
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 512,
+             "torch_dtype": "float32"}  # fmt: skip
+    return {**shape, **small}

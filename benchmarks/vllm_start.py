@@ -1,0 +1,71 @@
+"""How long vLLM takes to be up under a schedule, against stock vLLM: started in turns, one at a time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks.measure import Figure, Trial, figure, once
+from benchmarks.settings import Settings
+from benchmarks.suite import Benchmark
+from benchmarks.vllm_servers import SCHEDULERS, chosen, folder_of, installed, server, warm_up
+
+LIMIT = 1.1
+ROUNDS = 3
+"""A start takes a minute and more; but the same start took a machine 1.25 times as long as a few minutes before."""
+KINDS = (None, *SCHEDULERS)
+Starts = dict[str | None, list[dict[str, float]]]
+"""By scheduler, None being stock vLLM: the seconds of each start."""
+
+
+def trials(settings: Settings) -> Iterator[Trial]:
+    if not installed():
+        yield Trial(what="vLLM", baseline="stock vLLM", skip="vLLM is not installed")
+        return
+    for name, shape in chosen(settings).items():
+        all_starts = once(partial(_starts, shape, settings))
+        for again, scheduler in ((again, scheduler) for again in (False, True) for scheduler in SCHEDULERS):
+            yield Trial(
+                what=f"start-up with {scheduler}" + (", again" if again else ""),
+                baseline="stock vLLM",
+                situation=name,
+                limit=LIMIT,
+                run=lambda again=again, scheduler=scheduler, starts=all_starts: _compare(starts()[again], scheduler),
+            )
+
+
+def _starts(shape: dict[str, Any], settings: Settings) -> tuple[Starts, Starts]:
+    """Starts of a model that was never there before; and of one that was, whose compiled code is kept."""
+    first: Starts = {kind: [] for kind in KINDS}
+    again: Starts = {kind: [] for kind in KINDS}
+    warm_up(shape, settings)
+    rounds = settings.rounds or ROUNDS
+    for turn in range(rounds):
+        shift = turn % len(KINDS)  # nobody always starts behind the same neighbour
+        for kind in KINDS[shift:] + KINDS[:shift]:
+            with folder_of(shape) as folder:
+                for starts in (first, again) if turn == rounds - 1 else (first,):
+                    with server(folder, kind, settings) as up:
+                        starts[kind].append(up.seconds)
+    return first, again
+
+
+def _compare(starts: Starts, scheduler: str) -> Figure:
+    ours, usual = starts[scheduler], starts[None]
+    seconds = {
+        f"{whose}_{until}_s": statistics.median(start[until] for start in found)
+        for until in ("ready", "imported")
+        for whose, found in (("ours", ours), ("baseline", usual))
+    }
+    ratios = [a["ready"] / b["ready"] for a, b in zip(ours, usual, strict=True)]
+    return figure(ratios, **seconds, rounds=len(ratios))
+
+
+BENCHMARK = Benchmark(
+    name="vllm_start",
+    title="vLLM under a schedule: seconds until it is up, imports included, against stock vLLM, started in turns.",
+    suites=("systems",),
+    trials=trials,
+)
