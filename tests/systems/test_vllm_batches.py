@@ -43,9 +43,11 @@ class Asked:
     number: int
 
 
+FIELDS = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+"""Versions of vLLM differ in them."""
 BATCH = [Asked(0, 5, 1), Asked(40, 1, 2), Asked(17, 9, 3), Asked(3, 1, 4), Asked(64, 4, 5)]
 BLOCK = 16
-REFUSED = {
+UNCUT = {
     "logits_indices_padded": torch.arange(8),
     "num_logits_indices": 8,
     "max_logits_per_req": 3,
@@ -53,8 +55,9 @@ REFUSED = {
     "encoder_seq_lens": torch.arange(5),
     "encoder_seq_lens_cpu": np.arange(5),
 }
+REFUSED = {name: value for name, value in UNCUT.items() if name in FIELDS}
 """Fields that nobody knows how to cut: such a batch stays whole."""
-CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
+CACHES = {"_num_computed_tokens_cpu", "_num_computed_tokens_cache", "_token_to_req_indices_cache"} & FIELDS
 
 
 def metadata(batch: Sequence[Asked], *, optional: bool = True, padding: int = 0) -> Any:
@@ -70,7 +73,9 @@ def metadata(batch: Sequence[Asked], *, optional: bool = True, padding: int = 0)
     slots = [1000 * a.number + a.computed + i for a in batch for i in range(a.tokens)] + [-1] * padding
     more = {
         "dcp_local_seq_lens": numbers + 20,
+        "dcp_local_seq_lens_cpu": numbers + 30,
         "dcp_local_seq_lens_cpu_upper_bound": numbers + 30,
+        "_seq_lens_cpu": ends.clone(),
         "positions": torch.tensor(positions + [0] * padding),
         "is_prefilling": numbers % 2 == 1,
         "req_idx": numbers.numpy() + 40,
@@ -88,7 +93,7 @@ def metadata(batch: Sequence[Asked], *, optional: bool = True, padding: int = 0)
         block_table_tensor=numbers[:, None] * 10 + torch.arange(6, dtype=torch.int32),
         slot_mapping=torch.tensor(slots),
         seq_lens_cpu_upper_bound=ends.clone(),
-        **(more if optional else {}),
+        **{name: value for name, value in more.items() if optional and name in FIELDS},
     )
 
 
