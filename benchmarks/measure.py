@@ -62,6 +62,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def rotated(things: Sequence[Any], turn: int) -> list[Any]:
+    """In another order at each turn, so that nobody always runs after the same neighbour."""
+    shift = turn % len(things)
+    return [*things[shift:], *things[:shift]]
+
+
 def side_by_side(
     runs: Mapping[str, Timed], rounds: int, until: Until = "idle", inner: int = 1
 ) -> dict[str, list[float]]:
@@ -69,8 +75,7 @@ def side_by_side(
     found: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for turn in range(rounds):
-        shift = turn % len(names)  # nobody always runs after the same neighbour
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(names, turn):
             run = runs[name].run
             runs[name].prepare()
             synchronize()

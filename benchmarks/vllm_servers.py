@@ -10,23 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import Trial
 from benchmarks.report import progress
 from benchmarks.settings import Settings
 from benchmarks.vllm_server import ANSWER
 
 SCHEDULERS = ("sequential", "auto")
-
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
-    "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 8192,
-    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -35,7 +28,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "tie_word_embeddings": False,
     },
     # 48 layers would not fit twice; of 12, rounds of stock vLLM with 512 requests differ by a fifth among themselves.
-    "Qwen3-MoE of 36 layers": {**EXPERTS, "num_hidden_layers": 36},
+    "Qwen3-MoE of 36 layers": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "max_position_embeddings": 8192, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
@@ -77,15 +77,14 @@ class Server:
         self._log.close()
 
 
-def installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
-
-
-def chosen(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The models to measure, by name."""
-    if settings.tiny:
-        return {"tiny Llama": _tiny(SHAPES["Llama-3-8B"])}
-    return {k: v for k, v in SHAPES.items() if not settings.cells or k in settings.cells}
+def for_each_model(settings: Settings, trials: Callable[[str, dict[str, Any]], Iterator[Trial]]) -> Iterator[Trial]:
+    """The trials of all models that are to be measured, each given by its name and its shape."""
+    if importlib.util.find_spec("vllm") is None:
+        yield Trial(what="vLLM", baseline="stock vLLM", skip="vLLM is not installed")
+        return
+    chosen = {k: v for k, v in SHAPES.items() if not settings.cells or k in settings.cells}
+    for name, shape in {"tiny Llama": _tiny(SHAPES["Llama-3-8B"])}.items() if settings.tiny else chosen.items():
+        yield from trials(name, shape)
 
 
 @contextlib.contextmanager
@@ -115,13 +114,6 @@ def server(folder: Path, scheduler: str | None, settings: Settings, share: float
         yield up
     finally:
         up.close()
-
-
-def warm_up(shape: dict[str, Any], settings: Settings) -> None:
-    """Starts a smaller model: who is first on a machine reads all libraries from the disk, and looks at the model's
-    class, which vLLM remembers."""
-    with folder_of({**shape, "num_hidden_layers": 1}) as folder, server(folder, None, settings):
-        pass
 
 
 def _tiny(shape: dict[str, Any]) -> dict[str, Any]:

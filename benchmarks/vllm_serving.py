@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.measure import Figure, Trial, WrongResult, figure, once
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
-from benchmarks.vllm_servers import SCHEDULERS, Server, chosen, folder_of, installed, server
+from benchmarks.vllm_servers import SCHEDULERS, Server, folder_of, for_each_model, server
 
 WORKLOADS = ((32, 512, 128), (32, 128, 512), (32, 2048, 32), (512, 512, 128), (512, 128, 512), (512, 2048, 32))
 TINY = ((6, 20, 5), (3, 40, 3))
@@ -32,28 +32,24 @@ _seeds = itertools.count()
 
 
 def trials(settings: Settings) -> Iterator[Trial]:
-    if not installed():
-        yield Trial(what="vLLM", baseline="stock vLLM", skip="vLLM is not installed")
-        return
-    for name, shape in chosen(settings).items():
-        with contextlib.ExitStack() as stack:
-            yield from _of_model(name, shape, settings, stack)
+    return for_each_model(settings, partial(_of_model, settings))
 
 
-def _of_model(name: str, shape: dict[str, Any], settings: Settings, stack: contextlib.ExitStack) -> Iterator[Trial]:
-    stock = once(partial(_started, shape, None, settings, stack))
-    for scheduler in SCHEDULERS:
-        with contextlib.ExitStack() as meanwhile:
-            ours = once(partial(_started, shape, scheduler, settings, meanwhile))
-            for workload in TINY if settings.tiny else WORKLOADS:
-                yield Trial(
-                    what=f"tokens a second with {scheduler}",
-                    baseline="stock vLLM",
-                    situation=f"{name}, {workload[0]} requests of {workload[1]} in, {workload[2]} out",
-                    limit=LIMIT,
-                    at_least=True,
-                    run=partial(_speed, stock, ours, workload, settings),
-                )
+def _of_model(settings: Settings, name: str, shape: dict[str, Any]) -> Iterator[Trial]:
+    with contextlib.ExitStack() as stack:
+        stock = once(partial(_started, shape, None, settings, stack))
+        for scheduler in SCHEDULERS:
+            with contextlib.ExitStack() as meanwhile:
+                ours = once(partial(_started, shape, scheduler, settings, meanwhile))
+                for workload in TINY if settings.tiny else WORKLOADS:
+                    yield Trial(
+                        what=f"tokens a second with {scheduler}",
+                        baseline="stock vLLM",
+                        situation=f"{name}, {workload[0]} requests of {workload[1]} in, {workload[2]} out",
+                        limit=LIMIT,
+                        at_least=True,
+                        run=partial(_speed, stock, ours, workload, settings),
+                    )
 
 
 def _started(shape: dict[str, Any], scheduler: str | None, settings: Settings, stack: contextlib.ExitStack) -> Server:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.measure import Figure, Trial, figure, once
+from benchmarks.measure import Figure, Trial, figure, once, rotated
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
-from benchmarks.vllm_servers import SCHEDULERS, chosen, folder_of, installed, server, warm_up
+from benchmarks.vllm_servers import SCHEDULERS, folder_of, for_each_model, server
 
 LIMIT = 1.1
 ROUNDS = 3
@@ -21,18 +21,19 @@ Starts = dict[str | None, list[dict[str, float]]]
 
 
 def trials(settings: Settings) -> Iterator[Trial]:
-    if not installed():
-        yield Trial(what="vLLM", baseline="stock vLLM", skip="vLLM is not installed")
-        return
-    for name, shape in chosen(settings).items():
-        all_starts = once(partial(_starts, shape, settings))
-        for again, scheduler in ((again, scheduler) for again in (False, True) for scheduler in SCHEDULERS):
+    return for_each_model(settings, partial(_of_model, settings))
+
+
+def _of_model(settings: Settings, name: str, shape: dict[str, Any]) -> Iterator[Trial]:
+    starts = once(partial(_starts, shape, settings))
+    for again in False, True:
+        for scheduler in SCHEDULERS:
             yield Trial(
                 what=f"start-up with {scheduler}" + (", again" if again else ""),
                 baseline="stock vLLM",
                 situation=name,
                 limit=LIMIT,
-                run=lambda again=again, scheduler=scheduler, starts=all_starts: _compare(starts()[again], scheduler),
+                run=lambda again=again, scheduler=scheduler: _compare(starts()[again], scheduler),
             )
 
 
@@ -40,11 +41,12 @@ def _starts(shape: dict[str, Any], settings: Settings) -> tuple[Starts, Starts]:
     """Starts of a model that was never there before; and of one that was, whose compiled code is kept."""
     first: Starts = {kind: [] for kind in KINDS}
     again: Starts = {kind: [] for kind in KINDS}
-    warm_up(shape, settings)
+    # Who is first on a machine reads all libraries from the disk, and looks at the model's class, which vLLM remembers.
+    with folder_of({**shape, "num_hidden_layers": 1}) as folder, server(folder, None, settings):
+        pass
     rounds = settings.rounds or ROUNDS
     for turn in range(rounds):
-        shift = turn % len(KINDS)  # nobody always starts behind the same neighbour
-        for kind in KINDS[shift:] + KINDS[:shift]:
+        for kind in rotated(KINDS, turn):
             with folder_of(shape) as folder:
                 for starts in (first, again) if turn == rounds - 1 else (first,):
                     with server(folder, kind, settings) as up:

@@ -43,21 +43,28 @@ class Asked:
     number: int
 
 
-FIELDS = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
-"""Versions of vLLM differ in them."""
+def of_this_version(fields: dict[str, Any]) -> dict[str, Any]:
+    """Those that vLLM's metadata have: versions differ."""
+    known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+    return {name: value for name, value in fields.items() if name in known}
+
+
 BATCH = [Asked(0, 5, 1), Asked(40, 1, 2), Asked(17, 9, 3), Asked(3, 1, 4), Asked(64, 4, 5)]
 BLOCK = 16
-UNCUT = {
-    "logits_indices_padded": torch.arange(8),
-    "num_logits_indices": 8,
-    "max_logits_per_req": 3,
-    "mm_req_doc_ranges": {0: [(1, 2)]},
-    "encoder_seq_lens": torch.arange(5),
-    "encoder_seq_lens_cpu": np.arange(5),
-}
-REFUSED = {name: value for name, value in UNCUT.items() if name in FIELDS}
+REFUSED = of_this_version(
+    {
+        "logits_indices_padded": torch.arange(8),
+        "num_logits_indices": 8,
+        "max_logits_per_req": 3,
+        "mm_req_doc_ranges": {0: [(1, 2)]},
+        "encoder_seq_lens": torch.arange(5),
+        "encoder_seq_lens_cpu": np.arange(5),
+    }
+)
 """Fields that nobody knows how to cut: such a batch stays whole."""
-CACHES = {"_num_computed_tokens_cpu", "_num_computed_tokens_cache", "_token_to_req_indices_cache"} & FIELDS
+CACHES = of_this_version(
+    dict.fromkeys(("_num_computed_tokens_cpu", "_num_computed_tokens_cache", "_token_to_req_indices_cache"))
+)
 
 
 def metadata(batch: Sequence[Asked], *, optional: bool = True, padding: int = 0) -> Any:
@@ -93,7 +100,7 @@ def metadata(batch: Sequence[Asked], *, optional: bool = True, padding: int = 0)
         block_table_tensor=numbers[:, None] * 10 + torch.arange(6, dtype=torch.int32),
         slot_mapping=torch.tensor(slots),
         seq_lens_cpu_upper_bound=ends.clone(),
-        **{name: value for name, value in more.items() if optional and name in FIELDS},
+        **of_this_version(more if optional else {}),
     )
 
 
