@@ -6,7 +6,9 @@ Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on 2.11.0+cu130 on C
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -84,8 +86,14 @@ def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> Callable[[], None
     return undo
 
 
+GIVEN = "dynaflow_given"
+"""Where the `meta` of a placeholder that Dynamo did not make says what graph_input would."""
+
+
 def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
     """Of a placeholder that Dynamo made: its source as text, whether a module owns it, and the example."""
+    if GIVEN in placeholder.meta:
+        return placeholder.meta[GIVEN]
     arg = placeholder.meta.get("grapharg")
     if arg is None:  # one that somebody has added
         return placeholder.name, False, None
@@ -222,6 +230,7 @@ def compile_operator(
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    _say_where_kernels_are_kept(inputs)
     context = TracingContext(symbols.mode)
     made = []
 
@@ -255,6 +264,19 @@ def compile_operator(
         return results
 
     return call_and_tell
+
+
+def _say_where_kernels_are_kept(inputs: Sequence[Any]) -> None:
+    """Triton keeps the kernels of a process in one folder, others' than Inductor's too, and finds them there again.
+
+    Inductor (2.11, 2.13) names it when it makes its first kernel, but not when it has found all in its own cache: then
+    the others would be looked for in Triton's usual folder, and compiled anew.
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    devices = [i.device for i in inputs if isinstance(i, torch.Tensor) and i.device.type == "cuda"]
+    if devices:
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(devices[0].index or 0))
 
 
 def _hosts_alignment_is_nothing(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
@@ -680,3 +702,59 @@ def dtensor_method(node: fx.Node) -> str | None:
         return str(node.target)
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name.removeprefix("prim_") if name.startswith("prim_") else None
+
+
+def is_fake(value: Any) -> bool:
+    """A tensor that has nothing but a shape."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(value) is FakeTensor
+
+
+def pickled(value: Any) -> bytes:
+    """Operators, fake tensors and symbolic numbers as well; they come back in a symbolic world of their own."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    class Pickler(GraphPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, FakeTensorMode):
+                return type(None), ()
+            if hasattr(obj, "_torch_unpickler"):  # a sympy function's class, which torch makes when it needs it
+                return obj._torch_unpickler, (obj._torch_handler_name,)
+            return super().reducer_override(obj)
+
+    return Pickler.dumps(value, Options(ops_filter=None))
+
+
+def unpickled(data: bytes) -> Any:
+    from torch.fx._graph_pickler import GraphPickler
+
+    return GraphPickler.loads(data, Symbols().mode)
+
+
+def each_source_once() -> None:
+    """From now on, what Dynamo writes to disk has the source of each function that it traced, read once.
+
+    It reads it for each call that it traced, of which a model of many layers has thousands: seconds.
+    """
+    from torch._dynamo.package import SourceInfo
+
+    usual, known = SourceInfo.add_code, dict[int, tuple[Any, Any]]()
+    if usual.__module__ == __name__:
+        return
+
+    def add_code(sources: Any, code: types.CodeType) -> None:
+        if id(code) not in known:
+            usual(found := SourceInfo(set()), code)
+            known[id(code)] = (found, code)  # which must not go, or another would have its number
+        sources.inlined_sources |= known[id(code)][0].inlined_sources
+
+    SourceInfo.add_code = add_code  # type: ignore[assignment]
+
+
+def serializable(owner: Any) -> None:
+    """Tells torch that it can write objects of this class to disk, where they are what a backend returned."""
+    from torch._dynamo.aot_compile import SerializableCallable
+
+    SerializableCallable.register(owner)

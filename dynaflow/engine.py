@@ -26,6 +26,7 @@ from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.partition import partition
 from dynaflow.capture.rules import SplitFunc, SplitModule
 from dynaflow.capture.training import Passes, wants_gradients
+from dynaflow.capture.written import is_given
 from dynaflow.decided import Planned, Schedules, Situation
 from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at
 from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
@@ -154,7 +155,7 @@ class Engine:
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
         try:
-            if not _marks.again:
+            if not (_marks.again or is_given(gm)):
                 requests = len(self.facts().get("num_tokens") or ())
                 more = make_batch_dynamic(gm, self.batch_dims, requests, self.parameters, self.dynamic_dims)
                 if more:

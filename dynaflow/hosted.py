@@ -7,6 +7,7 @@ and that runs it inside of a context for these rows. The numbers are an input of
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import itertools
@@ -21,6 +22,8 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.declared import by_rows, left_alone
+from dynaflow.capture.graph import copied
+from dynaflow.capture.written import given, read, written
 from dynaflow.engine import Engine
 from dynaflow.errors import DynaFlowError
 from dynaflow.schedule.plan import Plan
@@ -80,6 +83,54 @@ class Hosted:
     def plans(self) -> list[Plan]:
         """Those in use."""
         return self.engine.plans()
+
+
+class Kept(abc.ABC):
+    """A captured graph that torch can write to disk and read in another process. It is scheduled at its first call,
+    with that call's arguments: torch has none any more when it hands out a graph that is to be kept."""
+
+    def __init__(self, gm: fx.GraphModule, host: Any = None) -> None:
+        self.host = host
+        """What belongs to this process, of the system."""
+        self._gm: fx.GraphModule | None = gm
+        self._run: Callable[..., Any] | None = None
+        self._written: bytes | Exception = b""
+
+    @classmethod
+    def captured(cls, gm: fx.GraphModule, host: Any) -> Kept:
+        _torch.serializable(cls)
+        _torch.each_source_once()
+        kept = cls(copied(gm), host)  # Dynamo still looks at the graph that it handed out
+        try:
+            kept._written = written(gm)
+        except Exception as e:  # pickles raise whatever they like; nothing is wrong but that it can't be kept
+            kept._written = e
+        return kept
+
+    @abc.abstractmethod
+    def scheduled(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """What runs in place of the graph. Both may be changed."""
+
+    def __call__(self, *args: Any) -> Any:
+        if self._run is None:
+            assert self._gm is not None
+            given(self._gm, args)
+            self._run, self._gm = self.scheduled(self._gm, list(args)), None
+        return self._run(*args)
+
+    def finalize_loading(self, host: Any) -> None:
+        """vLLM calls it with its configuration, when the graph is read."""
+        self.host = host
+
+    @classmethod
+    def serialize_compile_artifacts(cls, kept: Kept) -> bytes:
+        if isinstance(kept._written, Exception):
+            raise kept._written
+        return kept._written
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> Kept:
+        return cls(read(data))
 
 
 class Batch:

@@ -1,7 +1,7 @@
 """vLLM under a schedule, as a plugin: no fork, no patch, no edited model.
 
 `LLM(..., additional_config={"dynaflow": {"scheduler": "auto"}})`, or `DYNAFLOW_SCHEDULER=auto vllm serve ...`. Without
-either, vLLM is untouched. With it, vLLM hands the graph of the whole forward pass to `backend`. Operators that ask
+either, vLLM is untouched. With it, vLLM hands us the `Graph` of the whole forward pass. Operators that ask
 vLLM's forward context for their layer's metadata are then told their rows; so a micro-batch finds its own metadata.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,14 +17,13 @@ from torch import fx
 from dynaflow import api
 from dynaflow.capture.collectives import ANY
 from dynaflow.capture.declared import by_rows, collective, left_alone
-from dynaflow.capture.graph import copied
-from dynaflow.hosted import TOLD, Hosted, tell_rows, wrap
+from dynaflow.hosted import TOLD, Hosted, Kept, tell_rows, wrap
 from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_builds
 from dynaflow.options import check_options, defaults, scheduler_of
 from dynaflow.strategies.serving import Serving, serving
 
 VERSIONS = ("0.26", "0.32")  # the first was measured on CUDA, the second is tested on CPU
-BACKEND = f"{__name__}.backend"
+BACKEND = f"{__name__}.Graph"
 _within = lambda start, stop: Step.now.entered(start, stop)  # noqa: E731
 
 
@@ -86,7 +84,6 @@ def _take_over(config: Any, operators: str, post_init: Callable[..., None]) -> N
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.platforms import current_platform
 
-    os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # it keeps compiled code; ours is made of plans, which are kept elsewhere
     compilation = config.compilation_config
     graphs, compilation.mode = compilation.cudagraph_mode, CompilationMode.DYNAMO_TRACE_ONCE
     # A graph keeps the cuts that it was captured with: these fit all batches of a size only if they are of answers, a
@@ -103,7 +100,7 @@ def _take_over(config: Any, operators: str, post_init: Callable[..., None]) -> N
 
 def _with_options(init_backend: Callable[..., Any], compilation: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     found = init_backend(compilation, config, *args, **kwargs)
-    return functools.partial(backend, config=config) if found is backend else found
+    return (lambda gm, _: Graph.captured(gm, config)) if found is Graph else found
 
 
 def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,28 +123,29 @@ def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kw
             Blocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner)
 
 
-def backend(gm: fx.GraphModule, example_inputs: list[Any], *, config: Any) -> Any:
-    """What Dynamo calls with the graph of vLLM's forward pass."""
-    from vllm.utils.torch_utils import LayerName
+class Graph(Kept):
+    """The graph of vLLM's forward pass, which vLLM keeps on disk."""
 
-    by_rows("vllm::*", "_C::*", "_moe_C::*")  # they treat each token by itself, or with its request
-    by_rows(f"{TOLD}::*attention*", follows=["kv_cache_dummy_dep"])  # of a prompt that is cut, all before is read
-    left_alone(f"{TOLD}::moe_forward*", capturable=True)  # experts know nothing of requests
-    collective("vllm::all_reduce", "vllm::minimax_qk_norm_fusion", group="group_name", named=_torch_group)
-    collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=_torch_group)
-    collective("_C::shm_allreduce", group="handle", named=_torch_group)
-    collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
-    given, compilation = {"operators": "eager", **(options_of(config) or {})}, config.compilation_config
-    scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
-    engine = api._engine(None, {**given, "scheduler": scheduler, "facts": lambda: Step.now.facts})
-    # For passes of its own vLLM asks for the older way to call what writes its arguments, which copies views.
-    engine.operators.settings = compilation.inductor_compile_config | {"enable_auto_functionalized_v2": True}
-    if compilation.cudagraph_mode.has_piecewise_cudagraphs():
-        engine.operators.captured = functools.partial(_captured, config)
-    gm, inputs = copied(gm), list(example_inputs)  # Dynamo still looks at the graph that it handed out
-    asks = lambda op: op.namespace == "vllm" and any(a.name == "layer_name" for a in op._schema.arguments)  # noqa: E731
-    source = tell_rows(gm, inputs, asks, _within, opaque=LayerName)
-    return engine.backend(gm, inputs) if source is None else Forward(engine.backend(gm, inputs), source, engine)
+    def scheduled(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from vllm.utils.torch_utils import LayerName
+
+        by_rows("vllm::*", "_C::*", "_moe_C::*")  # they treat each token by itself, or with its request
+        by_rows(f"{TOLD}::*attention*", follows=["kv_cache_dummy_dep"])  # of a prompt that is cut, all before is read
+        left_alone(f"{TOLD}::moe_forward*", capturable=True)  # experts know nothing of requests
+        collective("vllm::all_reduce", "vllm::minimax_qk_norm_fusion", group="group_name", named=_torch_group)
+        collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=_torch_group)
+        collective("_C::shm_allreduce", group="handle", named=_torch_group)
+        collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
+        given, compilation = {"operators": "eager", **(options_of(self.host) or {})}, self.host.compilation_config
+        scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
+        engine = api._engine(None, {**given, "scheduler": scheduler, "facts": lambda: Step.now.facts})
+        # For passes of its own vLLM asks for the older way to call what writes its arguments, which copies views.
+        engine.operators.settings = compilation.inductor_compile_config | {"enable_auto_functionalized_v2": True}
+        if compilation.cudagraph_mode.has_piecewise_cudagraphs():
+            engine.operators.captured = functools.partial(_captured, self.host)
+        asks = lambda op: op.namespace == "vllm" and any(a.name == "layer_name" for a in op._schema.arguments)  # noqa: E731
+        source = tell_rows(gm, inputs, asks, _within, opaque=LayerName)
+        return engine.backend(gm, inputs) if source is None else Forward(engine.backend(gm, inputs), source, engine)
 
 
 def _captured(config: Any, calls: list[Any]) -> list[Any]:

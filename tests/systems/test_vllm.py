@@ -259,10 +259,18 @@ def test_equal_prompts_of_one_step_are_not_parted(scheduled: Results) -> None:
 
 
 def test_the_engine_in_a_process_of_its_own(stock: Results, processes: Results) -> None:
-    assert_same(processes["answers"], stock["served"]["queue"]["answers"])
-    (worker,) = processes["workers"]
-    assert worker["process"] != processes["process"]
-    assert worker["runs"] - worker["sequential_runs"] > 20
+    for start in processes["starts"]:
+        assert_same(start["answers"], stock["served"]["queue"]["answers"])
+        (worker,) = start["workers"]
+        assert worker["process"] != processes["process"]
+        assert worker["runs"] - worker["sequential_runs"] > 20
+
+
+def test_what_a_start_has_captured_the_next_one_reads(processes: Results) -> None:
+    (first,), (second,) = (start["workers"] for start in processes["starts"])
+    assert (first["traced"], first["kept"], first["read"]) == (1, 1, 0)
+    assert (second["traced"], second["kept"], second["read"]) == (0, 0, 1)
+    assert first["graphs"] == second["graphs"]  # so plans and decisions of before are found again
 
 
 # Several ranks, and experts

@@ -203,25 +203,40 @@ def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
 
 
 def run_processes(folder: str, schedulers: Settings) -> dict[str, Any]:
-    """As a user has it: the engine in a process of vLLM's own."""
+    """As a user has it: the engine in a process of vLLM's own. It starts twice."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     from vllm import LLM
 
     (setting,) = schedulers.values()
-    llm = LLM(**vllm_model.settings(folder, additional_config={"dynaflow": setting}))
     asked = queue()
     prompts: list[Any] = [{"prompt_token_ids": request.prompt} for request in asked]
-    outputs = llm.generate(prompts, [sampling(request.answer) for request in asked], use_tqdm=False)
-    answers = {request.name: answer_of(output) for request, output in zip(asked, outputs)}
-    return {"answers": answers, "workers": llm.collective_rpc(_worker)}
+    starts = []
+    for _ in range(2):
+        llm = LLM(**vllm_model.settings(folder, additional_config={"dynaflow": setting}))
+        outputs = llm.generate(prompts, [sampling(request.answer) for request in asked], use_tqdm=False)
+        answers = {request.name: answer_of(output) for request, output in zip(asked, outputs)}
+        starts.append({"answers": answers, "workers": llm.collective_rpc(_worker)})
+        llm.llm_engine.engine_core.shutdown()
+    return {"starts": starts}
 
 
-def _worker(self: Any) -> dict[str, int]:
+def _worker(self: Any) -> dict[str, Any]:
     """Sent to vLLM's worker: what runs there?"""
+    from vllm.compilation.counter import compilation_counter
+
     from dynaflow.integrations import vllm as integration
+    from dynaflow.schedule.identity import graph_identity
 
     (forward,) = integration.forwards()
-    return {"process": os.getpid(), "runs": forward.stats.runs, "sequential_runs": forward.stats.sequential_runs}
+    return {
+        "process": os.getpid(),
+        "runs": forward.stats.runs,
+        "sequential_runs": forward.stats.sequential_runs,
+        "graphs": [graph_identity(graph) for graph in forward.engine._schedules.graphs.values()],
+        "traced": compilation_counter.num_aot_compiles,
+        "kept": compilation_counter.num_aot_artifacts_saved,
+        "read": compilation_counter.num_aot_artifacts_loaded,
+    }
 
 
 def run_ranks(folder: str, schedulers: Settings) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""Captured graphs, written down and read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import dynaflow as df
+from dynaflow import _torch, api
+from dynaflow.capture.graph import CapturedGraph, copied
+from dynaflow.capture.rules import module_calls, module_stack, source_line
+from dynaflow.capture.written import given, is_given, read, written
+from dynaflow.schedule.identity import graph_identity
+from tests.helpers import Each, Stack, randn
+
+
+def captured(model: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, bytes, list[Any]]:
+    """The graph of a call, as bytes too, and the arguments that it takes."""
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        found.append((copied(gm), written(gm)))
+        return lambda *taken: found.append(taken) or gm(*taken)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend, dynamic=True)(*args)
+    (gm, data), taken = found
+    return gm, data, list(taken)
+
+
+def read_for(data: bytes, args: list[Any]) -> fx.GraphModule:
+    gm = read(data)
+    given(gm, args)
+    return gm
+
+
+@pytest.fixture
+def stack() -> Stack:
+    return Stack(blocks=3)
+
+
+def test_it_is_the_same_graph(stack: Stack) -> None:
+    with df.mark("here", tag="there"):
+        gm, data, args = captured(stack, randn(6, 8))
+    again = read_for(data, args)
+    old, new = (list(graph.graph.nodes) for graph in (gm, again))
+    assert list(map(fx.Node.format_node, new)) == list(map(fx.Node.format_node, old))
+    for what in module_stack, module_calls, source_line:
+        assert list(map(what, new)) == list(map(what, old))
+    assert any(map(module_stack, new)) and any(map(source_line, new))
+    first, second = CapturedGraph(gm), CapturedGraph(again)
+    for one, other in zip(first.inputs, second.inputs, strict=True):
+        for fact in "name", "owned", "shape", "symbol", "storage", "still", "pinned":
+            assert getattr(one, fact) == getattr(other, fact), (one.name, fact)
+    assert list(first.shapes.values()) == list(second.shapes.values())
+    assert first.batch_symbols == second.batch_symbols and first.hints == second.hints
+
+
+def test_marks_are_kept() -> None:
+    def model(x: Tensor) -> Tensor:
+        with df.mark("doubled", tag="mine"):
+            return x * 2
+
+    gm, data, args = captured(model, randn(4, 2))
+    again = read_for(data, args)
+    assert [node.meta.get("custom") for node in again.graph.nodes] == [n.meta.get("custom") for n in gm.graph.nodes]
+    assert any(node.meta.get("custom") for node in again.graph.nodes)
+
+
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_it_is_scheduled_and_runs_as_the_captured_one(stack: Stack, operators: str) -> None:
+    x = randn(6, 8)
+    gm, data, args = captured(stack, x)
+    identities = []
+    for graph in gm, read_for(data, args):
+        engine = api._engine(None, {"scheduler": Each(split=2), "operators": operators})
+        if not is_given(graph):
+            given(graph, args)
+        with torch.no_grad():
+            (result,) = engine.backend(graph, list(args))(*args)
+        torch.testing.assert_close(result, stack(x))
+        (cut,) = engine._schedules.graphs.values()
+        identities.append(graph_identity(cut))
+        (plan,) = engine.plans()
+        assert len(plan.micro_batches) == 2
+    assert identities[0] == identities[1], "plans that were kept on disk are found under it"
+
+
+def test_another_call_may_bring_other_tensors() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(4))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * self.weight + y
+
+    model = Adds()
+    x = randn(6, 4)
+    _, data, args = captured(model, x, x[:, :4])
+    others = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
+    storages = [i.storage for i in CapturedGraph(read_for(data, others)).inputs if i.shape]
+    assert len(set(storages)) == 3
+    storages = [i.storage for i in CapturedGraph(read_for(data, args)).inputs if i.shape]
+    assert len(set(storages)) == 2, "x and y are one"
+
+
+def test_what_can_not_be_written_is_refused() -> None:
+    constant = randn(4)
+
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.add, (graph.placeholder("x"), graph.get_attr("constant"))),))
+    with pytest.raises(ValueError, match="a constant of its own.*constant"):
+        written(fx.GraphModule({"constant": constant}, graph))
+
+
+def test_what_another_version_wrote_is_refused() -> None:
+    _, data, _ = captured(lambda x: x + 1, randn(4, 2))
+    with pytest.raises(ValueError, match="another version"):
+        read(data.replace(b"dynaflow graph", b"dynaflow draft", 1))
+
+
+def test_layers_that_are_alike_are_written_once() -> None:
+    sizes = [len(captured(Stack(blocks=blocks), randn(6, 8))[1]) for blocks in (1, 11)]
+    shapes = [len(_torch.pickled([torch.empty(1, device="meta")]))]
+    assert sizes[1] < 11 * sizes[0], shapes
