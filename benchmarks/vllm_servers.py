@@ -20,6 +20,8 @@ from benchmarks.settings import Settings
 from benchmarks.vllm_server import ANSWER
 
 SCHEDULERS = ("sequential", "auto")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_HOME", "DYNAFLOW_CACHE_DIR")
+"""The folders of compiled code and of plans; vLLM's own has a place for each folder that a model is in."""
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -49,7 +51,7 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.vllm_server", setting],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(model / "cache")},
+            env={**os.environ, **{name: str(model / name) for name in CACHES}},
             start_new_session=True,  # so that what it has started can be ended with it
         )  # fmt: skip
         self.name, self.longest = scheduler or "stock", options["max_model_len"]

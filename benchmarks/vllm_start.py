@@ -16,6 +16,9 @@ LIMIT = 1.1
 ROUNDS = 3
 """A start takes a minute and more; but the same start took a machine 1.25 times as long as a few minutes before."""
 KINDS = (None, *SCHEDULERS)
+TIMES = ("", ", again", ", the third time")
+"""Of a model that was never there before; and of one that was, whose compiled code is kept. The second start of stock
+vLLM compiles some kernels once more, and keeps them in another folder than the first: so a third one is to be seen."""
 Starts = dict[str | None, list[dict[str, float]]]
 """By scheduler, None being stock vLLM: the seconds of each start."""
 
@@ -26,21 +29,20 @@ def trials(settings: Settings) -> Iterator[Trial]:
 
 def _of_model(settings: Settings, name: str, shape: dict[str, Any]) -> Iterator[Trial]:
     starts = once(partial(_starts, shape, settings))
-    for again in False, True:
+    for time in TIMES:
         for scheduler in SCHEDULERS:
             yield Trial(
-                what=f"start-up with {scheduler}" + (", again" if again else ""),
+                what=f"start-up with {scheduler}{time}",
                 baseline="stock vLLM",
                 situation=name,
                 limit=LIMIT,
-                run=lambda again=again, scheduler=scheduler: _compare(starts()[again], scheduler),
+                run=lambda time=time, scheduler=scheduler: _compare(starts()[time], scheduler),
             )
 
 
-def _starts(shape: dict[str, Any], settings: Settings) -> tuple[Starts, Starts]:
-    """Starts of a model that was never there before; and of one that was, whose compiled code is kept."""
-    first: Starts = {kind: [] for kind in KINDS}
-    again: Starts = {kind: [] for kind in KINDS}
+def _starts(shape: dict[str, Any], settings: Settings) -> dict[str, Starts]:
+    """All of them in the last round, of the others the first alone."""
+    found: dict[str, Starts] = {time: {kind: [] for kind in KINDS} for time in TIMES}
     # Who is first on a machine reads all libraries from the disk, and looks at the model's class, which vLLM remembers.
     with folder_of({**shape, "num_hidden_layers": 1}) as folder, server(folder, None, settings):
         pass
@@ -48,10 +50,10 @@ def _starts(shape: dict[str, Any], settings: Settings) -> tuple[Starts, Starts]:
     for turn in range(rounds):
         for kind in rotated(KINDS, turn):
             with folder_of(shape) as folder:
-                for starts in (first, again) if turn == rounds - 1 else (first,):
+                for time in TIMES if turn == rounds - 1 else TIMES[:1]:
                     with server(folder, kind, settings) as up:
-                        starts[kind].append(up.seconds)
-    return first, again
+                        found[time][kind].append(up.seconds)
+    return found
 
 
 def _compare(starts: Starts, scheduler: str) -> Figure:

@@ -96,6 +96,8 @@ def is_given(gm: fx.GraphModule) -> bool:
 
 def _looks(example: Any) -> Any:
     """Equal for what need not be told apart."""
+    if type(example) in (tuple, list):
+        return type(example), tuple(map(_looks, example))
     if _torch.is_fake(example):
         return Shape.of(example)
     return _torch.expression(example) if isinstance(example, torch.SymInt) else id(example)

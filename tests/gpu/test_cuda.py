@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -222,3 +225,23 @@ def test_one_kernel_for_two_sizes_where_inductor_is_told_so(tried):
         found, code = run_and_get_code(fast, q, k)
     assert gap(norms(q, k), found) < LIMIT[torch.float32]
     assert tried or any("combo_grid_meta" in text for text in code)
+
+
+KERNELS = """
+import os, torch
+import dynaflow as df
+
+with torch.no_grad():
+    df.compile(lambda x: torch.softmax(x.sin() * 2, -1), "sequential")(torch.ones(64, 1000, device="cuda"))
+print(os.environ["TRITON_CACHE_DIR"], torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_a_second_process_looks_for_kernels_where_the_first_has_left_them(tmp_path):
+    """Those of others, too; though Inductor, which finds its own in another way, would not say where."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_CACHE_DIR", None)
+    command = [sys.executable, "-c", KERNELS]
+    first, second = (subprocess.check_output(command, env=environment, text=True).split() for _ in range(2))
+    assert first == [str(tmp_path / "triton" / "0"), "0"]
+    assert second == [first[0], "1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor, fx
 
 import dynaflow as df
-from dynaflow import api
+from dynaflow import _torch, api
 from dynaflow.capture import declared
-from dynaflow.capture.graph import copied
-from dynaflow.hosted import TOLD, Batch, Hosted, tell_rows, wrap
+from dynaflow.hosted import TOLD, Batch, Hosted, Kept, tell_rows, wrap
 from dynaflow.strategies.auto import Auto
 from dynaflow.strategies.serving import Serving, serving
 from tests.helpers import Each, count_elastic
@@ -63,6 +63,21 @@ def within(start: int, stop: int) -> Any:
     return System.batch.entered(start, stop)
 
 
+def model(x: Tensor) -> Tensor:
+    return scale(torch.relu(scale(x + 1, "first")), "second") - 1
+
+
+class Graph(Kept):
+    def scheduled(self, gm: fx.GraphModule, inputs: list[Any]) -> Hosted:
+        server: Server = self.host
+        options = {"scheduler": server.scheduler, "operators": server.operators}
+        engine = api._engine(None, {**options, "facts": lambda: System.batch.facts})
+        source = tell_rows(gm, inputs, lambda op: op._opname == "system_scale", within)
+        assert source is not None
+        server.hosted.append(Hosted(engine.backend(gm, inputs), source, engine))
+        return server.hosted[-1]
+
+
 class Server:
     """A model in the system, under a scheduler."""
 
@@ -70,23 +85,21 @@ class Server:
         self.lengths: list[int] = []
         self.why_whole = ""
         self.hosted: list[Hosted] = []
-
-        def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-            engine = api._engine(
-                None, {"scheduler": scheduler, "operators": operators, "facts": lambda: System.batch.facts}
-            )
-            given = [*inputs]
-            gm = copied(gm)
-            source = tell_rows(gm, given, lambda op: op._opname == "system_scale", within)
-            assert source is not None
-            self.hosted.append(Hosted(engine.backend(gm, given), source, engine))
-            return self.hosted[-1]
-
-        def model(x: Tensor) -> Tensor:
-            return scale(torch.relu(scale(x + 1, "first")), "second") - 1
-
+        self.scheduler, self.operators = scheduler, operators
         self.model = model
-        self.compiled = torch.compile(model, backend=backend, dynamic=True)
+        self.compiled: Any = torch.compile(model, backend=lambda gm, _: Graph.captured(gm, self), dynamic=True)
+
+    def keep(self, path: Path) -> None:
+        """Captures it for a system that writes it to disk."""
+        with torch._dynamo.config.patch(enable_aot_compile=True), torch.no_grad():
+            whole = torch.compile(model, backend=lambda gm, _: Graph.captured(gm, self), dynamic=True, fullgraph=True)
+            self.compiled = whole.aot_compile(((torch.randn(6, 4),), {}))  # type: ignore[attr-defined]
+        self.compiled.save_compiled_function(str(path))
+
+    def find(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.compiled = torch.compiler.load_compiled_function(file, f_globals=globals())
+        self.compiled._artifacts.compiled_fn.finalize_loading(self)
 
     def serve(self, lengths: Sequence[int], padding: int = 0, why_whole: str = "") -> list[int]:
         """Compares what comes of it, and returns the rows of the parts that it was run in."""
@@ -121,6 +134,53 @@ def test_operators_find_what_belongs_to_their_rows(operators: str) -> None:
     assert hosted in Hosted.alive
     assert hosted.stats.runs == 5 and len(hosted.plans) >= 3
     assert any(name.startswith(TOLD) for name in declared._globs)
+
+
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_a_graph_is_kept_on_disk(tmp_path: Path, operators: str) -> None:
+    """By torch; another process has a scheduler of its own for it."""
+    first = Server(serving(Each(split=2), MOST), operators)
+    first.keep(tmp_path / "kept")
+    assert first.serve([3, 3]) == [3, 3]
+    second = Server(serving(Each(split=3), MOST), operators)
+    second.find(tmp_path / "kept")
+    assert second.serve([3, 3, 3]) == [3, 3, 3]
+    assert second.serve([1, 1, 1, 1, 1, 1], padding=4) == [3, 2, 5]
+    assert second.serve([3, 4], why_whole="because") == []
+    (one,), (other,) = first.hosted, second.hosted
+    assert len(other.plans) == 3 and not other.stats.plain_graphs
+    assert (one.stats.operators_compiled > 0) == (other.stats.operators_compiled > 0) == (operators == "inductor")
+
+
+def test_what_can_not_be_kept_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(gm: fx.GraphModule) -> bytes:
+        raise ValueError("it can't be written")
+
+    monkeypatch.setattr("dynaflow.hosted.written", refuse)
+    server = Server(serving(Each(split=2), MOST))
+    with pytest.raises(ValueError, match="it can't be written"):
+        server.keep(tmp_path / "kept")
+    assert server.serve([3, 3]) == [3, 3]
+
+
+def test_torch_reads_each_source_of_a_kept_graph_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.package import SourceInfo
+
+    read = []
+
+    def add_code(sources: Any, code: Any) -> None:
+        read.append(code)
+        sources.inlined_sources.add(code.co_name)
+
+    monkeypatch.setattr(SourceInfo, "add_code", add_code)
+    _torch.each_source_once()
+    _torch.each_source_once()
+    first, second = SourceInfo(set()), SourceInfo(set())
+    for code in (model.__code__, within.__code__, model.__code__, model.__code__):
+        first.add_code(code)
+    second.add_code(model.__code__)
+    assert read == [model.__code__, within.__code__]
+    assert (first.inlined_sources, second.inlined_sources) == ({"model", "within"}, {"model"})
 
 
 def test_one_plan_serves_all_batches_of_about_the_same_size() -> None:

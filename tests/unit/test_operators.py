@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,6 +287,21 @@ def test_tensors_on_the_host_count_as_aligned_beside_those_of_a_device() -> None
         assert aligned() and not another.submit(aligned).result()
     with _torch._hosts_alignment_is_nothing([host, 7]):
         assert not aligned()
+
+
+def test_kernels_of_a_device_lie_in_inductors_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # so that it is put back
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    with _torch.Symbols().mode:
+        host, device = torch.empty(2), torch.empty(2, device="cuda:1")
+    _torch._say_where_kernels_are_kept([3, host])
+    assert "TRITON_CACHE_DIR" not in os.environ
+    _torch._say_where_kernels_are_kept([3, host, device])
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton" / "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    _torch._say_where_kernels_are_kept([device])
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
 
 
 ASSUMED: list[Callable[[Any, Any], Any]] = [
