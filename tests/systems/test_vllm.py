@@ -5,7 +5,6 @@ A process of vLLM's takes its time to start, so each answers many questions: see
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -337,9 +336,14 @@ def _(x: torch.Tensor, layer_name: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def handed_to(config: Any) -> Any:
+    """The backend that vLLM finds for a configuration."""
+    return config.compilation_config.init_backend(config)
+
+
 def test_a_second_model_of_the_process_asks_the_same_operators(model: str) -> None:
     """One that drafts tokens, or another LLM."""
-    backend = functools.partial(integration.backend, config=configured(model))
+    backend = handed_to(configured(model))
     for width in (4, 6):
         torch._dynamo.reset()
         fast = torch.compile(lambda x: ask(x * 2, "layer"), backend=backend, dynamic=True)
@@ -350,7 +354,7 @@ def test_a_second_model_of_the_process_asks_the_same_operators(model: str) -> No
 def test_operators_are_compiled_with_what_vllm_says_to_its_compiler(model: str) -> None:
     wanted = {"compilation_config": {"inductor_compile_config": {"max_fusion_size": 7}}}
     config = configured(model, additional_config={"dynaflow": {"operators": "inductor"}}, **wanted)
-    backend = functools.partial(integration.backend, config=config)
+    backend = handed_to(config)
     torch._dynamo.reset()
     torch.compile(lambda x: ask(x * 2, "layer"), backend=backend)(torch.ones(8, 4))
     found = [forward.engine.operators.settings for forward in integration.forwards()]

@@ -97,7 +97,8 @@ def resident() -> float:
 
 
 def warm(llm: Any) -> None:
-    """Has vLLM's matrix products see all numbers of rows: for each they keep something, which looks like a leak."""
+    """Has vLLM's matrix products see all numbers of rows: for each they keep something, which looks like a leak. And it
+    compiles what it samples with."""
     from vllm.model_executor.layers.linear import LinearBase
 
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
@@ -106,6 +107,7 @@ def warm(llm: Any) -> None:
         for rows in range(1, vllm_model.STEP + 1):
             for module in linear:
                 module(torch.zeros(rows, module.input_size))
+    llm.generate([{"prompt_token_ids": [5, 6]}] * 2, sampling(2), use_tqdm=False)
 
 
 def stock_answers(folder: str) -> dict[str, Any]:
