@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import gc
 import itertools
 import threading
 import weakref
@@ -112,11 +113,13 @@ class Kept(abc.ABC):
         """What runs in place of the graph. Both may be changed."""
 
     def __call__(self, *args: Any) -> Any:
-        if self._run is None:
-            assert self._gm is not None
-            given(self._gm, args)
+        if self._run is not None:
+            return self._run(*args)
+        assert self._gm is not None
+        given(self._gm, args)
+        with _uncollected():
             self._run, self._gm = self.scheduled(self._gm, list(args)), None
-        return self._run(*args)
+            return self._run(*args)
 
     def finalize_loading(self, host: Any) -> None:
         """vLLM calls it with its configuration, when the graph is read."""
@@ -131,6 +134,19 @@ class Kept(abc.ABC):
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Kept:
         return cls(read(data))
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nobody looks for garbage meanwhile: a compiler makes objects by the million, and each look at all that a system has
+    takes half a second."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Batch:
