@@ -88,7 +88,8 @@ class Hosted:
 
 class Kept(abc.ABC):
     """A captured graph that torch can write to disk and read in another process. It is scheduled at its first call,
-    with that call's arguments: torch has none any more when it hands out a graph that is to be kept."""
+    with that call's arguments: torch has none any more when it hands out a graph that is to be kept. So it is too late
+    then to have a batch vary that was captured as a constant: the system has to mark it."""
 
     def __init__(self, gm: fx.GraphModule, host: Any = None) -> None:
         self.host = host
@@ -138,8 +139,8 @@ class Kept(abc.ABC):
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nobody looks for garbage meanwhile: a compiler makes objects by the million, and each look at all that a system has
-    takes half a second."""
+    """Nobody looks for garbage meanwhile: a compiler makes objects by the million, and each look at all that a system
+    has takes half a second."""
     was = gc.isenabled()
     gc.disable()
     try:
