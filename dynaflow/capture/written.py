@@ -18,7 +18,7 @@ from dynaflow.capture.graph import Shape
 _HEADER = b"dynaflow graph 1\n"
 """The number goes up with each change of what follows."""
 TOLD = ("nn_module_stack", "stack_trace", "custom")
-"""What nodes tell, beside an example of their results."""
+"""What nodes may tell, beside an example of their results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Node(NamedTuple):
     kwargs: Any
     type: Any
     example: Any
-    told: tuple[Any, ...]
+    told: dict[str, Any]
     given: tuple[str, bool] | None
     """Of an input: where it comes from, as text, and whether a module owns it."""
 
@@ -50,7 +50,7 @@ def written(gm: fx.GraphModule) -> bytes:
         if node.op in ("get_attr", "call_module"):
             raise ValueError(f"the graph has a module or a constant of its own: {node.format_node()}")
         example = node.meta.get("example_value")
-        told = tuple(same.setdefault((name, str(node.meta.get(name))), node.meta.get(name)) for name in TOLD)
+        told = {name: same.setdefault((name, str(fact)), fact) for name, fact in node.meta.items() if name in TOLD}
         nodes.append(
             _Node(
                 op=node.op,
@@ -77,7 +77,7 @@ def read(data: bytes) -> fx.GraphModule:
     for n in _torch.unpickled(data[len(_HEADER) :]):
         args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), node_at)
         node = graph.create_node(n.op, n.target, args, kwargs, n.name, n.type)
-        node.meta = {"example_value": n.example, **dict(zip(TOLD, n.told, strict=True))}
+        node.meta = {"example_value": n.example, **n.told}
         if n.given is not None:
             node.meta[_torch.GIVEN] = (*n.given, None)
         made.append(node)

@@ -63,7 +63,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "compiled": ("scheduled", COMPILED),
     "ranks": ("ranks", RANKED),
     "experts": ("experts", {"dual_batch": {"scheduler": "dual_batch", "operators": "inductor"}}),
-    "processes": ("processes", {"nanoflow": {"scheduler": "nanoflow", "scheduler_options": {"parts": 3}}}),
+    "processes": ("processes", {"nanoflow": {**SCHEDULERS["nanoflow in 3"], "operators": "inductor"}}),
 }
 """What each process does, and with which settings. What others wait for comes first, and then what takes longest."""
 MOST_PARTS = {
