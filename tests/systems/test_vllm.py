@@ -281,6 +281,12 @@ def test_answers_of_two_ranks_are_those_of_stock_vllm(ranks: Results, scheduler:
     assert_same(ranks["schedulers"][scheduler]["answers"][workload], ranks["stock"][workload])
 
 
+def test_ranks_read_what_they_have_captured_before(ranks: Results) -> None:
+    assert_same(ranks["again"]["answers"], ranks["stock"]["queue"])
+    assert [(worker["traced"], worker["read"]) for worker in ranks["again"]["workers"]] == [(0, 1)] * 2
+    assert all(worker["runs"] > worker["sequential_runs"] for worker in ranks["again"]["workers"])
+
+
 @pytest.mark.parametrize("scheduler", RANKED)
 def test_collectives_are_split_and_have_the_lane_of_the_link(ranks: Results, scheduler: str) -> None:
     first, second = ranks["schedulers"][scheduler]["workers"]

@@ -240,7 +240,7 @@ def _worker(self: Any) -> dict[str, Any]:
 
 
 def run_ranks(folder: str, schedulers: Settings) -> dict[str, Any]:
-    """The model spread over two ranks: by vLLM as it is, and under each scheduler."""
+    """The model spread over two ranks: by vLLM as it is, under each scheduler, and under the first once more."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM
 
@@ -249,14 +249,19 @@ def run_ranks(folder: str, schedulers: Settings) -> dict[str, Any]:
     llm = LLM(**settings, enforce_eager=True)  # stock vLLM does without its compiler: that is sooner ready
     stock = {name: serve(llm, requests).answers for name, requests in asked.items()}
     llm.llm_engine.engine_core.shutdown()
-    llm = LLM(**settings, additional_config={"dynaflow": next(iter(schedulers.values()))})
+    ours = {**settings, "additional_config": {"dynaflow": next(iter(schedulers.values()))}}
+    llm = LLM(**ours)
     found = {}
     for name, setting in schedulers.items():
         llm.collective_rpc(_schedule_by, args=(setting,))
         llm.reset_prefix_cache()
         answers = {workload: serve(llm, requests).answers for workload, requests in asked.items()}
         found[name] = {"answers": answers, "workers": llm.collective_rpc(_collectives)}
-    return {"stock": stock, "schedulers": found, "declared": llm.collective_rpc(_declared)}
+    declared = llm.collective_rpc(_declared)
+    llm.llm_engine.engine_core.shutdown()
+    llm = LLM(**ours)
+    again = {"answers": serve(llm, asked["queue"]).answers, "workers": llm.collective_rpc(_worker)}
+    return {"stock": stock, "schedulers": found, "declared": declared, "again": again}
 
 
 def _pin_pieces() -> Pinned:
