@@ -21,7 +21,8 @@ from benchmarks.vllm_server import ANSWER
 
 SCHEDULERS = ("sequential", "auto")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_HOME", "DYNAFLOW_CACHE_DIR")
-"""The folders of compiled code and of plans; vLLM's own has a place for each folder that a model is in."""
+"""The folders of compiled code and of plans; vLLM's own has a place for each folder that a model is in. Of
+Triton's it is the one around its cache: which one a server uses, and if it is the same each time, is its own affair."""
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

@@ -87,12 +87,15 @@ class Server:
         self.hosted: list[Hosted] = []
         self.scheduler, self.operators = scheduler, operators
         self.model = model
-        self.compiled: Any = torch.compile(model, backend=lambda gm, _: Graph.captured(gm, self), dynamic=True)
+        self.compiled: Any = torch.compile(model, backend=self.captured, dynamic=True)
+
+    def captured(self, gm: fx.GraphModule, _: Any) -> Kept:
+        return Graph.captured(gm, self)
 
     def keep(self, path: Path) -> None:
         """Captures it for a system that writes it to disk."""
         with torch._dynamo.config.patch(enable_aot_compile=True), torch.no_grad():
-            whole = torch.compile(model, backend=lambda gm, _: Graph.captured(gm, self), dynamic=True, fullgraph=True)
+            whole = torch.compile(model, backend=self.captured, dynamic=True, fullgraph=True)
             self.compiled = whole.aot_compile(((torch.randn(6, 4),), {}))  # type: ignore[attr-defined]
         self.compiled.save_compiled_function(str(path))
 
