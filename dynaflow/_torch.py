@@ -19,9 +19,16 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode", "tree_leaves"]  # for the rooms to take from here
+__all__ = [  # for the rooms to take from here
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+]
 
 TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
@@ -709,6 +716,46 @@ def is_fake(value: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(value) is FakeTensor
+
+
+def is_plain_fake(value: Any) -> bool:
+    """A fake tensor of which shape, type and device are all there is: no symbols, no known content, no bits set."""
+    return (
+        is_fake(value)
+        and value.constant is None
+        and value.layout is torch.strided
+        and not (value._has_symbolic_sizes_strides or value.requires_grad or value.is_conj() or value.is_neg())
+    )
+
+
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Its storage is as large as one that is made for it."""
+    if tensor.storage_offset() or not tensor.numel():
+        return not tensor.untyped_storage().nbytes()
+    elements = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return elements * tensor.itemsize == tensor.untyped_storage().nbytes()
+
+
+def fake_again(
+    mode: Any,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    over: torch.Tensor | None,
+) -> torch.Tensor:
+    """A fake tensor that looks so, in the memory of another or in its own: without asking an operator, a tenth of the
+    time. Seen on 2.11 and 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._mode_utils import no_dispatch
+
+    with no_dispatch():
+        if over is None:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(over.untyped_storage(), offset, size, stride)
+        return cast("torch.Tensor", FakeTensor(mode, meta, device))
 
 
 def pickled(value: Any) -> bytes:

@@ -8,6 +8,11 @@ import torch
 
 from dynaflow import _torch
 
+RNG = -1
+"""Stands for the random generator's state among the storages."""
+Dims = tuple[int | None, ...]
+"""On which dim a tensor carries each space of rows."""
+
 
 def is_view(schema: Any) -> bool:
     aliases = [r.alias_info for r in schema.returns]
@@ -23,3 +28,13 @@ def written_tensors(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def label(tensor: torch.Tensor, dims: Dims) -> None:
+    tensor._dynaflow_dims = dims  # type: ignore[attr-defined]
+
+
+def dims_of(tensor: Any) -> Dims:
+    """As it was labelled; of what was not, nothing."""
+    found: Dims = getattr(tensor, "_dynaflow_dims", ())
+    return found

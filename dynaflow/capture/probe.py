@@ -11,6 +11,7 @@ the whole batch at once, its result may be cut again along whichever dim has the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,12 +21,10 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.calls import is_view, tensors_in, written_tensors
+from dynaflow.capture.alike import Apart, Call, Told
+from dynaflow.capture.calls import RNG, Dims, dims_of, is_view, label, tensors_in, written_tensors
 from dynaflow.capture.graph import CapturedGraph, Shape
 from dynaflow.capture.rows import Refusal, follow_rows
-
-RNG = -1
-"""Stands for the random generator's state among the storages."""
 
 PRIMES = (1009, 1013, 10007, 10037, 101, 103, 11, 13)
 
@@ -89,7 +88,7 @@ class Probe:
     facts: dict[fx.Node, NodeFacts]
     spaces: tuple[frozenset[sympy.Symbol], ...]
 
-    def dims(self, node: fx.Node) -> tuple[int | None, ...]:
+    def dims(self, node: fx.Node) -> Dims:
         """On which dim the node's (tensor) result carries each space."""
         return _dims(self.facts[node].value, len(self.spaces))
 
@@ -138,12 +137,8 @@ def _fake(shape: Shape, values: dict[sympy.Symbol, int]) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
 
 
-def _set_dims(tensor: torch.Tensor, dims: tuple[int | None, ...]) -> None:
-    tensor._dynaflow_dims = dims  # type: ignore[attr-defined]
-
-
-def _dims(tensor: Any, spaces: int) -> tuple[int | None, ...]:
-    return getattr(tensor, "_dynaflow_dims", (None,) * spaces)
+def _dims(tensor: Any, spaces: int) -> Dims:
+    return dims_of(tensor) or (None,) * spaces
 
 
 def _first_multiple(tensor: torch.Tensor, prime: int) -> int | None:
@@ -160,29 +155,31 @@ def _run(graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[in
     grad = torch.is_grad_enabled()
     try:
         # In inference mode operators would come undecomposed: reshape for view, linear for addmm.
-        with torch.inference_mode(False), _torch.concrete_fake_mode(), torch.no_grad():
-            run = _Run(graph, values, primes)
-            run.go()
+        with torch.inference_mode(False), _torch.concrete_fake_mode() as mode, torch.no_grad():
+            run = _Run(graph, values, primes, mode)
+            run.run(*run.inputs())
             return run.facts
     finally:
         torch.set_grad_enabled(grad)  # the graph may hold nodes that switch it
 
 
 class _Run(fx.Interpreter):
-    def __init__(self, graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...]) -> None:
+    def __init__(
+        self, graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...], mode: Any
+    ) -> None:
         super().__init__(graph.gm, garbage_collect_values=False)
-        self.captured, self.values, self.primes = graph, values, primes
+        self.captured, self.values, self.primes, self.mode = graph, values, primes, mode
         self.facts: dict[fx.Node, NodeFacts] = {}
         self.ids: dict[int, int] = {}
+        self.count = 0
+        """Of the numbers that were given to storages."""
         self.keep: list[torch.Tensor] = []
         self.tainted: set[fx.Node] = set()
         self.observer = _Observer(self)
+        self.told: dict[Any, tuple[Told, NodeFacts]] = {}
+        """By key of a call: what it did."""
 
-    def go(self) -> None:
-        with self.observer:
-            self.run(*self._inputs())
-
-    def _inputs(self) -> list[Any]:
+    def inputs(self) -> list[Any]:
         made: list[Any] = []
         shared: dict[int, int] = {}
         for given in self.captured.inputs:
@@ -192,7 +189,7 @@ class _Run(fx.Interpreter):
                 continue
             tensor = _fake(given.shape, self.values)
             if not given.owned:
-                _set_dims(tensor, tuple(_carried(tensor, p, given.batch_dim) for p in self.primes))
+                label(tensor, tuple(_carried(tensor, p, given.batch_dim) for p in self.primes))
             number = self.number(tensor)
             if given.storage is not None:  # two inputs over one storage: writes to one are seen through the other
                 self.ids[_torch.storage_id(tensor)] = shared.setdefault(given.storage, number)
@@ -202,20 +199,26 @@ class _Run(fx.Interpreter):
     def number(self, tensor: torch.Tensor) -> int:
         key = _torch.storage_id(tensor)
         if key not in self.ids:
-            self.ids[key] = len(self.ids)
+            self.ids[key] = self.fresh()
             self.keep.append(tensor)  # or the id could be used again
         return self.ids[key]
+
+    def fresh(self) -> int:
+        self.count += 1
+        return self.count - 1
 
     def run_node(self, node: fx.Node) -> Any:
         facts = self.facts[node] = NodeFacts()
         self.observer.facts = facts
-        before = len(self.ids)
+        before = self.count
         if node.op in ("placeholder", "output", "get_attr"):
             facts.value = super().run_node(node)
             for tensor in tensors_in(facts.value):
                 self.number(tensor)
         else:
-            self._call(node, facts)
+            self._call_or_tell(node, facts)
+            if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
+                facts.value = _torch.hinted(node.meta.get("example_value"))
         self._drop_chance_labels(node, facts.value)
         result = tensors_in(facts.value)
         facts.storages = {self.number(t) for t in result}
@@ -231,16 +234,38 @@ class _Run(fx.Interpreter):
             facts.returns = next((a for a in node.all_input_nodes if _same(self.facts[a].value, result[0])), None)
         return facts.value
 
-    def _call(self, node: fx.Node, facts: NodeFacts) -> None:
+    def _call_or_tell(self, node: fx.Node, facts: NodeFacts) -> None:
+        """What is alike is called once: most of a model's layers are."""
+        if node.target in _REGION:
+            self.told.clear()  # behind it the same call may do something else
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        try:
+            call = Call(node.target, args, kwargs, self.number)
+        except Apart:
+            self._call(node, facts)
+            return
+        if call.key in self.told:
+            told, known = self.told[call.key]
+            facts.value, facts.reads, facts.writes = told.again(call, self.mode, self.fresh)
+            facts.refusals, facts.end, facts.copied = dict(known.refusals), known.end, known.copied
+        elif self._call(node, facts):
+            with contextlib.suppress(Apart):
+                if Call(node.target, args, kwargs, self.number).key == call.key:  # else it has changed its arguments
+                    told = Told.of(call, facts.value, facts.reads, facts.writes)
+                    known = NodeFacts(refusals=dict(facts.refusals), end=facts.end, copied=facts.copied)
+                    self.told[call.key] = (told, known)
+
+    def _call(self, node: fx.Node, facts: NodeFacts) -> bool:
+        """Whether it could be made."""
         whole = _WHOLE.get(node.target)
         try:
-            if whole is None:
-                facts.value = super().run_node(node)
-            else:
-                args, kwargs = self.fetch_args_kwargs_from_env(node)
-                facts.value = self.observer.observe(whole, args, kwargs, lambda: super(_Run, self).run_node(node))
-            if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
-                facts.value = _torch.hinted(node.meta.get("example_value"))
+            with self.observer:
+                if whole is None:
+                    facts.value = super().run_node(node)
+                else:
+                    args, kwargs = self.fetch_args_kwargs_from_env(node)
+                    facts.value = self.observer.observe(whole, args, kwargs, lambda: super(_Run, self).run_node(node))
+            return True
         except Exception as e:
             shape = self.captured.shapes.get(node)
             if shape is None:
@@ -252,6 +277,7 @@ class _Run(fx.Interpreter):
             facts.reads |= {self.number(t) for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)}
             for space in range(len(self.primes)):
                 facts.refusals.setdefault(space, f"{node.target} could not be analysed ({type(e).__name__})")
+            return False
 
     def _drop_chance_labels(self, node: fx.Node, value: Any) -> None:
         """A size may be the batch's by chance: twice its half, which is one less when the batch is odd."""
@@ -264,7 +290,7 @@ class _Run(fx.Interpreter):
             for dim, prime in zip(dims, self.primes, strict=True)
         )
         if kept != dims:
-            _set_dims(value, kept)
+            label(value, kept)
 
     def _grows_with_rows(self, size: sympy.Expr, prime: int) -> bool:
         if size.is_Symbol:
@@ -350,7 +376,7 @@ class _Observer(_torch.TorchDispatchMode):
             for i, dim in enumerate(found):
                 dims[i][space] = dim
         for tensor, d in zip(outs, dims, strict=True):
-            _set_dims(tensor, tuple(d))
+            label(tensor, tuple(d))
         return out
 
     def _touch(self, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
@@ -363,7 +389,7 @@ class _Observer(_torch.TorchDispatchMode):
 
     def _label_by_size(self, outs: list[torch.Tensor]) -> None:
         for t in outs:
-            _set_dims(t, tuple(_first_multiple(t, p) for p in self.run.primes))
+            label(t, tuple(_first_multiple(t, p) for p in self.run.primes))
 
 
 _LOOPS = {"_to_copy", "embedding", "index", "_softmax", "mean", "sum", "native_layer_norm",
