@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Trial
+from benchmarks.measure import Trial, WrongResult
 from benchmarks.report import progress
 from benchmarks.settings import Settings
 from benchmarks.vllm_server import ANSWER
 
 SCHEDULERS = ("sequential", "auto")
+CLOSE = 0.2
+"""How far logarithms of probabilities may be apart in bfloat16."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_HOME", "DYNAFLOW_CACHE_DIR")
 """The folders of compiled code and of plans; vLLM's own has a place for each folder that a model is in. Of
 Triton's it is the one around its cache: which one a server uses, and if it is the same each time, is its own affair."""
@@ -78,6 +80,13 @@ class Server:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()
+
+
+def compare(name: str, expected: list[float], found: list[float]) -> None:
+    """The probabilities of first tokens, as stock vLLM and another one say."""
+    away = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+    if not away <= CLOSE:
+        raise WrongResult(f"{name}: probabilities are {away:.2g} apart from stock's")
 
 
 def for_each_model(settings: Settings, trials: Callable[[str, dict[str, Any]], Iterator[Trial]]) -> Iterator[Trial]:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.measure import Figure, Trial, WrongResult, figure, once
+from benchmarks.measure import Figure, Trial, figure, once
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
-from benchmarks.vllm_servers import SCHEDULERS, Server, folder_of, for_each_model, server
+from benchmarks.vllm_servers import SCHEDULERS, Server, compare, folder_of, for_each_model, server
 
 WORKLOADS = ((32, 512, 128), (32, 128, 512), (32, 2048, 32), (512, 512, 128), (512, 128, 512), (512, 2048, 32))
 TINY = ((6, 20, 5), (3, 40, 3))
@@ -26,8 +26,6 @@ of one token more. By such sizes vLLM picks kernels of experts, and Triton compi
 a second each: a second that hits whichever server, and whichever round, meets that size first."""
 WARM = (128, 16)
 """Before a workload is timed, so many of its requests are served, with so many tokens out: most kinds of steps."""
-CLOSE = 0.2
-"""How far logarithms of probabilities may be apart in bfloat16."""
 _seeds = itertools.count()
 
 
@@ -73,10 +71,7 @@ def _speed(
 
     requests, tokens_in, tokens_out = workload
     for few in (min(16, requests), tokens_in, 1), (3, 40, 1):  # the second is small enough to be captured
-        expected, found = (one["first"] for one in both(few))
-        away = max(abs(a - b) for a, b in zip(expected, found, strict=True))
-        if away > CLOSE:
-            raise WrongResult(f"{servers[1].name}: probabilities are {away:.2g} apart from stock's")
+        compare(servers[1].name, *(one["first"] for one in both(few)))
     both((min(WARM[0], requests), tokens_in, min(WARM[1], tokens_out)))
     most, end = settings.rounds or ROUNDS, time.perf_counter() + (math.inf if settings.rounds else ENOUGH)
     speeds: list[list[float]] = []

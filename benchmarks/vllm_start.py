@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.measure import Figure, Trial, figure, once, rotated
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
-from benchmarks.vllm_servers import SCHEDULERS, folder_of, for_each_model, server
+from benchmarks.vllm_servers import SCHEDULERS, compare, folder_of, for_each_model, server
 
 LIMIT = 1.1
 ROUNDS = 3
@@ -19,6 +19,8 @@ KINDS = (None, *SCHEDULERS)
 TIMES = ("", ", again", ", the third time")
 """Of a model that was never there before; and of one that was, whose compiled code is kept. The second start of stock
 vLLM compiles some kernels once more, and keeps them in another folder than the first: so a third one is to be seen."""
+ASKED = ((3, 40, 1), (16, 200, 1))
+"""Once it is up, each is asked the same: a graph that was read from disk has to be the one that was written."""
 Starts = dict[str | None, list[dict[str, float]]]
 """By scheduler, None being stock vLLM: the seconds of each start."""
 
@@ -36,13 +38,14 @@ def _of_model(settings: Settings, name: str, shape: dict[str, Any]) -> Iterator[
                 baseline="stock vLLM",
                 situation=name,
                 limit=LIMIT,
-                run=lambda time=time, scheduler=scheduler: _compare(starts()[time], scheduler),
+                run=lambda time=time, scheduler=scheduler: _ratio(starts()[time], scheduler),
             )
 
 
 def _starts(shape: dict[str, Any], settings: Settings) -> dict[str, Starts]:
     """All of them in the last round, of the others the first alone."""
     found: dict[str, Starts] = {time: {kind: [] for kind in KINDS} for time in TIMES}
+    answers: list[tuple[str, list[float]]] = []
     # Who is first on a machine reads all libraries from the disk, and looks at the model's class, which vLLM remembers.
     with folder_of({**shape, "num_hidden_layers": 1}) as folder, server(folder, None, settings):
         pass
@@ -53,10 +56,14 @@ def _starts(shape: dict[str, Any], settings: Settings) -> dict[str, Starts]:
                 for time in TIMES if turn == rounds - 1 else TIMES[:1]:
                     with server(folder, kind, settings) as up:
                         found[time][kind].append(up.seconds)
+                        answers.append((up.name + time, [p for few in ASKED for p in up.serve(few, 0)["first"]]))
+    (expected, *_) = (first for name, first in answers if name == "stock")
+    for name, first in answers:
+        compare(name, expected, first)
     return found
 
 
-def _compare(starts: Starts, scheduler: str) -> Figure:
+def _ratio(starts: Starts, scheduler: str) -> Figure:
     ours, usual = starts[scheduler], starts[None]
     seconds = {
         f"{whose}_{until}_s": statistics.median(start[until] for start in found)
