@@ -10,7 +10,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow._torch import Boxed
-from dynaflow.capture.probe import RNG
+from dynaflow.capture.calls import RNG
 from dynaflow.errors import VerifyError
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from dynaflow.capture.calls import RNG
 from dynaflow.capture.collectives import waited
-from dynaflow.capture.probe import RNG, Probe
+from dynaflow.capture.probe import Probe
 from dynaflow.capture.rules import (
     ORIGIN,
     Rule,

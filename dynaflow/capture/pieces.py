@@ -16,12 +16,13 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.capture.calls import RNG
 from dynaflow.capture.claims import Claim, has_no_rows
 from dynaflow.capture.collectives import group_of
 from dynaflow.capture.declared import followed
 from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.ops import Op, OpGraph, Value
-from dynaflow.capture.probe import RNG, NodeFacts, Probe
+from dynaflow.capture.probe import NodeFacts, Probe
 from dynaflow.capture.rules import module_stack, source_line, target_names
 
 
