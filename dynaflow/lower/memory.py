@@ -46,10 +46,11 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
     makers: dict[int, list[Unit]] = {}
     wanted: dict[int, list[Parts]] = {v: [everything] for v in graph.outputs}
     lent: set[int] = set()  # values whose memory may live on under another name
+    elsewhere: set[int] = set()  # values of which a user's function makes a part, or all, in memory of its own
     for unit in units:
         for op in unit.ops:
             if unit.fused:
-                makers.update({v: [] for v in op.writes})
+                elsewhere.update(op.writes)
                 lent.update(op.reads)
             elif not all(graph.values[v].fresh for v in op.writes):
                 lent.update(op.reads)
@@ -64,7 +65,7 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
     found: dict[int, list[Buffer]] = {}
     for v, made_by in makers.items():
         value = graph.values[v]
-        if not made_by or value.storage in shared or not _can_be_given(value, made_by):
+        if v in elsewhere or value.storage in shared or not _can_be_given(value, made_by):
             continue
         pieces = [unit.parts for unit in made_by]
         if not all(map(are_neighbours, pieces)):

@@ -191,6 +191,21 @@ def test_results_of_a_users_function_are_joined_by_copies() -> None:
     assert fast.stats.joined_bytes == X.numel() * 4
 
 
+def test_a_part_of_a_value_made_by_a_function() -> None:
+    """What it makes lies elsewhere, whenever it comes: the other parts may be no neighbours then, and get no slices."""
+
+    def schedule(ctx: df.ScheduleContext) -> None:
+        ctx.split([1, 2, 1, 1, 1])
+        one = ctx.items("one")
+        ctx.execute([one[0], one[4]])
+        ctx.execute(one[1], replace_func=torch.tanh)
+        ctx.execute(one[2])
+        ctx.execute(one[3], lane="side")
+        run_rest(ctx)
+
+    run_thrice(marked(torch.tanh, lambda x: x.cumsum(0)), X, scheduler=Scheduler(schedule))
+
+
 def test_gradients_flow_through_copies() -> None:
     """With grad mode on, what autograd follows is joined by its own operations."""
     layer = nn.Linear(8, 3)
