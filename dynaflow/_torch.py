@@ -728,14 +728,6 @@ def is_plain_fake(value: Any) -> bool:
     )
 
 
-def fills_storage(tensor: torch.Tensor) -> bool:
-    """Its storage is as large as one that is made for it."""
-    if tensor.storage_offset() or not tensor.numel():
-        return not tensor.untyped_storage().nbytes()
-    elements = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return elements * tensor.itemsize == tensor.untyped_storage().nbytes()
-
-
 def fake_again(
     mode: Any,
     size: Sequence[int],

@@ -17,6 +17,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from dynaflow import _torch
 from dynaflow.capture.calls import RNG, Dims, dims_of, label, tensors_in
+from dynaflow.capture.graph import span
 
 _PLAIN = (int, float, complex, bool, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout,
           torch.memory_format)  # fmt: skip
@@ -129,8 +130,9 @@ def _result(leaf: Any, given: list[torch.Tensor]) -> _Result:
         return _Result(over=same)
     look, behind = _Look.of(leaf), _torch.storage_id(leaf)
     over = next((i for i, tensor in enumerate(given) if _torch.storage_id(tensor) == behind), None)
-    if over is None and not _torch.fills_storage(leaf):
-        raise Apart  # a view of what nobody else sees
     if over is not None and given[over].dtype != leaf.dtype:
         raise Apart
+    alone = span(look.size, look.stride) * leaf.itemsize  # the bytes of memory that is made for it
+    if over is None and (look.offset or leaf.untyped_storage().nbytes() != alone):
+        raise Apart  # a view of what nobody else sees
     return _Result(over=over, look=look)

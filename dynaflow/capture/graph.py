@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 import sympy
@@ -282,6 +283,11 @@ def make_batch_dynamic(
         if any(isinstance(static[name].size(dim), int) for dim in varying):
             undo.append(_torch.mark_dynamic(tensors[name][0], sorted(varying)))
     return undo
+
+
+def span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements of memory a tensor of this layout reaches over."""
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if prod(size) else 0
 
 
 def input_name(source: str, parameters: Sequence[str] = ()) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from dynaflow.capture.graph import span
 from dynaflow.capture.ops import OpGraph, Value
 from dynaflow.lower.ends import is_product, result_node
 from dynaflow.lower.units import Parts, Unit, are_neighbours
@@ -97,11 +98,6 @@ def _can_be_given(value: Value, made_by: list[Unit]) -> bool:
         products = all(is_product(result_node(u.module, u.writes.index(value.index))) for u in made_by)
         return products and all(dim in (0, None) for dim in value.dims)
     return True
-
-
-def span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory a tensor of this layout reaches over."""
-    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if prod(size) else 0
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from dynaflow import runner
 from dynaflow.capture import probe as probing
 from dynaflow.capture.alike import Apart, Told
-from dynaflow.capture.calls import tensors_in
+from dynaflow.capture.calls import dims_of, tensors_in
 from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.probe import Probe
 from tests.fuzz.cases import draw_case
@@ -34,8 +34,7 @@ def looks(found: Probe, node: fx.Node) -> Any:
     """All that is known of a node, but for the numbers of its memory."""
     fact = found.facts[node]
     tensors = [
-        (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, getattr(t, "_dynaflow_dims", ()))
-        for t in tensors_in(fact.value)
+        (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, dims_of(t)) for t in tensors_in(fact.value)
     ]
     plain = fact.value if isinstance(fact.value, (int, float, torch.Size)) else None
     flags = (fact.scalar, fact.view, fact.sized, fact.end, fact.copied)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.lower.memory import ALIGNMENT, Buffer, is_dense, plan_arena, span
+from dynaflow.capture.graph import span
+from dynaflow.lower.memory import ALIGNMENT, Buffer, is_dense, plan_arena
 from dynaflow.run.arena import Arena, BlockPool, View
 from dynaflow.schedule.plan import happens_before
 from tests.helpers import Each, Scheduler, assert_equal, compiled, graph_of, randn, run_rest
