@@ -1,9 +1,9 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip --disable-pip-version-check -q
 PIP_VLLM = .venv-vllm/bin/pip --disable-pip-version-check -q
-N ?= 20000
+JOBS ?= 0
 
-.PHONY: install demo test test-vllm browser check docs fuzz bench clean
+.PHONY: install demo test test-ops test-vllm test-gpu browser check docs fuzz bench clean
 
 install: .venv/installed
 
@@ -39,6 +39,10 @@ test: .venv/installed-test check
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest tests/systems/test_vllm_batches.py tests/systems/test_vllm.py -q
 
+# On a machine with a GPU: compilation takes most of the time, so many processes share it.
+test-gpu: .venv/installed-test
+	OMP_NUM_THREADS=2 .venv/bin/python -m pytest tests/gpu -q -n 10 --dist worksteal
+
 # Debian's own browser, for tests/browser. Where it can't be installed, those tests say so and are skipped.
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
@@ -60,8 +64,14 @@ check: .venv/installed-test
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict -q
 
+# Every operator of torch's own database; `make test` runs some.
+test-ops: .venv/installed-test
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.ops --page docs/operators.md
+
+# N: how many cases; SECONDS: for how long; WAY: engine, train, door or all; JOBS: processes, 0 for all cores.
 fuzz: .venv/installed-test
-	.venv/bin/python -m tests.fuzz --cases $(N)
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.fuzz --way $(or $(WAY),all) --jobs $(JOBS) \
+		$(if $(N),--cases $(N)) $(if $(SECONDS),--seconds $(SECONDS))
 
 bench: install
 	.venv/bin/python -m benchmarks --suite core

@@ -6,11 +6,16 @@ Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on 2.11.0+cu130 on C
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 import threading
+import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from math import prod
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +24,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from dynaflow import forks
+from dynaflow.errors import DynaFlowError
 
 __all__ = [  # for the rooms to take from here
     "OpOverload",
@@ -27,10 +36,16 @@ __all__ = [  # for the rooms to take from here
     "TorchDispatchMode",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_unflatten",
 ]
 
 TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Hooks = RemovableHandle
+"""`Hooks.next_id` grows with each hook that is registered anywhere. Seen on 2.11 and 2.13."""
 
 Boxed = Callable[[list[Any]], Any]
 """A function that gets its arguments in a list and empties it: nobody else holds them, so each goes after its last
@@ -53,6 +68,114 @@ def constant_in_trace(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
+def hooks_of(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
+    """The hooks on calls of these modules, and of all modules, by their numbers. Seen on 2.11 and 2.13."""
+    everywhere = vars(torch.nn.modules.module)
+    found = [everywhere[f"_global{kind}"] for kind in HOOKS]
+    found += [getattr(module, kind) for module in modules for kind in HOOKS]
+    return frozenset(number for hooks in found for number in hooks)
+
+
+def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """In models that are traced for dynaflow, and in no others, Dynamo traces recurrent modules, and these functions in
+    place of torch's; and it breaks no graph at the masks of transformers. Seen on 2.13."""
+    from torch._dynamo.variables import builder
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    if all(function in handlers for function in functions):
+        return
+
+    def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+        def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_ours(tx.output.compiler_fn):
+                return None
+            return VariableTracker.build(tx, function).call_function(tx, list(args), kwargs)
+
+        return handle
+
+    handlers.update({function: traced(instead) for function, instead in functions.items()})
+    usual = builder.VariableBuilder.wrap_module
+
+    def wrap_module(self: Any, value: torch.nn.Module) -> Any:
+        ours = isinstance(value, torch.nn.RNNBase) and _is_ours(self.tx.output.compiler_fn)
+        with torch._dynamo.config.patch(allow_rnn=True) if ours else contextlib.nullcontext():
+            return usual(self, value)
+
+    builder.VariableBuilder.wrap_module = wrap_module  # type: ignore[method-assign]
+    for function, traced_instead in _MASKS.items():
+        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced_instead)
+    _leave_mapped_functions_alone()
+
+
+def _leave_mapped_functions_alone() -> None:
+    """Breaks the graph where an autograd.Function is mapped over: Dynamo would forget its backward, or fail."""
+    from torch._C._functorch import TransformType
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    usual = AutogradFunctionVariable.call_apply
+
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        mapped = any(level.key() == TransformType.Vmap for level in retrieve_all_functorch_interpreters())
+        if mapped and torch.is_grad_enabled() and _is_ours(tx.output.compiler_fn):
+            VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], {})
+        return usual(self, tx, args, kwargs)
+
+    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+
+
+def _same_again(function: Any) -> Callable[..., Any]:
+    """A function that Dynamo does not take for the same."""
+    copy = types.FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_detect_causal = _same_again(torch.nn.modules.transformer._detect_is_causal_mask)
+_canonical_mask = _same_again(torch.nn.functional._canonical_mask)
+
+
+def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether a mask is the causal one is read off its data, for a faster kernel: what it masks is the same."""
+    if is_causal is None and mask is not None and not mask.requires_grad and _traces_for_us():
+        return False
+    return cast("bool", _detect_causal(mask, is_causal, size))
+
+
+def _mask(*args: Any, check_other: bool = True, **kwargs: Any) -> Any:
+    """The check is for a warning, which can't be traced."""
+    return _canonical_mask(*args, check_other=check_other and not _traces_for_us(), **kwargs)
+
+
+@constant_in_trace
+def _traces_for_us() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return _is_ours(InstructionTranslator.current_tx().output.compiler_fn)
+
+
+_MASKS: dict[Any, Callable[..., Any]] = {
+    torch.nn.modules.transformer._detect_is_causal_mask: _is_causal,
+    torch.nn.functional._canonical_mask: _mask,
+}
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether Dynamo traces for a backend of ours, by whichever door."""
+    while (inner := getattr(backend, "compiler_fn", None) or getattr(backend, "func", None)) is not None:
+        backend = inner
+    return str(getattr(backend, "__module__", "")).startswith("dynaflow.")
+
+
+def break_where_cast(tensor: torch.Tensor) -> None:
+    """Leaves a call to torch where autocast would change what it computes in: on a CPU."""
+    if not tensor.is_cuda and torch.is_autocast_enabled(tensor.device.type):
+        torch._dynamo.graph_break()
+
+
 def overload_of(node: fx.Node) -> Any:
     """The overload that a call of an operator by its packet's name comes to."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
@@ -68,16 +191,43 @@ def packet_of(target: Any) -> Any:
     return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
+def breaks() -> Counter[str]:
+    """Why Dynamo has broken graphs in this process, and how often. Seen on 2.13."""
+    from torch._dynamo.utils import counters
+
+    found: Counter[str] = Counter()
+    for reason, times in counters["graph_break"].items():
+        lines = [line.strip().removeprefix("Explanation: ") for line in reason.splitlines()[:2]]
+        found["not captured: " + ": ".join(lines)] += times
+    return found
+
+
 def is_restart(error: Exception) -> bool:
     """Whether it tells Dynamo to trace again, and nobody else anything."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
 
 
 def restart_capture() -> BaseException:
-    """To be raised by a backend: Dynamo traces the frame again, e.g. after more dims were marked dynamic."""
-    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    """To be raised by a backend: Dynamo traces the frame again, e.g. after more dims were marked dynamic.
 
-    return TensorifyScalarRestartAnalysis("dynaflow: the batch becomes dynamic", restart_reason="dynaflow: batch")
+    A backend may only raise the first of the two classes (others Dynamo wraps); of the second it forgets where the
+    graph broke. It must: with symbols in place of numbers the second trace need not come past the same places. It
+    finds the breaks again by itself. Seen on 2.11 and 2.13.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+
+    class Restart(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
+        pass
+
+    return Restart("dynaflow: the batch becomes dynamic", restart_reason="dynaflow: batch")
+
+
+def traced_frame() -> Any:
+    """What stands for the frame that Dynamo traces: the same when it traces it again. None outside. Seen on 2.11 and
+    2.13."""
+    from torch._guards import CompileContext
+
+    return CompileContext.current_compile_id()
 
 
 def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> Callable[[], None]:
@@ -110,6 +260,37 @@ def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
     return (name if isinstance(name, str) else name()), owned, arg.example
 
 
+def traced_input(placeholder: fx.Node) -> tuple[int, tuple[str, ...]] | None:
+    """Of a placeholder that AOTAutograd made: the position of what it stands for among the inputs of the graph that was
+    traced; and, if that is a tensor that wraps others, by which attributes of it. None if it stands for something else.
+    Seen on 2.13."""
+    found: Any = placeholder.meta.get("desc")
+    attributes: list[str] = []
+    while hasattr(found, "attr"):
+        attributes.insert(0, found.attr)
+        found = found.base
+    index = getattr(found, "idx", None)
+    return None if index is None or type(found).__name__ != "PlainAOTInput" else (index, tuple(attributes))
+
+
+def wrapped_tensors(tensor: Any) -> int | None:
+    """How many tensors a tensor is made of that AOTAutograd takes apart; None for any other."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return len(tensor.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(tensor) else None
+
+
+def held_tensors(value: Any) -> list[torch.Tensor] | None:
+    """The tensors that have the memory of a tensor that wraps others, as a DTensor does; None for anything else."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter) or wrapped_tensors(value) is None:
+        return None
+    found: list[torch.Tensor] = []
+    for name in value.__tensor_flatten__()[0]:
+        inner = getattr(value, name)
+        found.extend([inner] if (held := held_tensors(inner)) is None else held)
+    return found
+
+
 def is_marked_static(tensor: Any) -> bool:
     """By torch._dynamo.mark_static_address."""
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
@@ -124,11 +305,17 @@ def is_part(gm: fx.GraphModule) -> bool:
 
 
 def expression(size: Any) -> sympy.Expr:
-    """The symbolic expression behind an int or SymInt, with the symbols that Dynamo unified replaced."""
-    if isinstance(size, torch.SymInt):
-        node = size.node
-        return node.shape_env.simplify(node.expr) if node.shape_env is not None else node.expr
-    return sympy.Integer(size)
+    """The symbolic expression behind a number, with the symbols that Dynamo unified replaced."""
+    symbolic = number(size)
+    return sympy.Integer(size) if symbolic is None else symbolic
+
+
+def number(value: Any) -> sympy.Basic | None:
+    """The same of a symbolic number of any type; None for anything else."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return None
+    node = value.node
+    return node.shape_env.simplify(node.expr) if node.shape_env is not None else node.expr
 
 
 def hinted(value: Any) -> Any:
@@ -180,7 +367,33 @@ def warm_compiler() -> None:
         async_compile.AsyncCompile.use_process_pool()  # asks them to tell when they are ready
 
 
-_replacing = threading.RLock()
+_replacing = forks.rlock()
+
+
+def _note_calls() -> None:
+    """Before a fork: whether another thread is inside of a compiled function."""
+    global _amid_calls
+    _amid_calls = False
+    mine = threading.get_ident()
+    for thread, frame in sys._current_frames().items() if "torch._dynamo" in sys.modules else ():
+        while frame is not None and thread != mine and not _amid_calls:
+            _amid_calls = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+def _renew_compilers() -> None:
+    """In a child: the threads in which Inductor compiles are the parent's. And if it was forked amid calls of other
+    threads, these may have held locks of Dynamo's, which nobody will open: one for all captures, one in the guards of
+    each graph. So the graphs are captured anew. Seen on 2.11 and 2.13."""
+    if compiler := sys.modules.get("torch._inductor.async_compile"):
+        compiler.AsyncCompile.pool.cache_clear()
+    if _amid_calls:
+        torch._dynamo.convert_frame.compile_lock._at_fork_reinit()  # type: ignore[attr-defined]
+        torch._dynamo.reset_code_caches()
+
+
+_amid_calls = False
+os.register_at_fork(before=_note_calls, after_in_child=_renew_compilers)
 
 
 @contextlib.contextmanager
@@ -211,26 +424,83 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[tuple[Callable[[], None], Callable[[Exception], Any]]] = []
 
-    def later(self) -> contextlib.AbstractContextManager[None]:
+    def later(self, failed: Callable[[Exception], Any]) -> contextlib.AbstractContextManager[None]:
+        """`failed`: called in `wait`, if a kernel can't be compiled that is asked for in this context."""
         from torch._inductor.async_compile import AsyncCompile
 
-        return _replaced(AsyncCompile, "wait", lambda usual, *args: self._waiting.append(lambda: usual(*args)))
+        def put_off(usual: Callable[..., None], *args: Any) -> None:
+            self._waiting.append((lambda: usual(*args), failed))
 
-    def wait(self) -> None:
+        return _replaced(AsyncCompile, "wait", put_off)
+
+    def wait(self) -> bool:
+        """Whether all of them were compiled."""
+        good = True
         while self._waiting:
-            self._waiting.pop(0)()
+            wait, failed = self._waiting.pop(0)
+            try:
+                wait()
+            except Exception as e:
+                good = False
+                failed(e)
+        return good
+
+
+def no_cpp_compiler() -> str:
+    """Why Inductor can't compile for the host; empty if it has a C++ compiler. Seen on 2.11 and 2.13."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as e:  # InvalidCxxCompiler; or what the system says to a CXX that can't be run
+        return reason(e)
+    return ""
+
+
+def is_compilers(error: BaseException) -> bool:
+    """Whether a compiler is at fault, and not what was compiled: when it is asked for a kernel as late as in a call, or
+    its code finds that it was made for something else. Seen on 2.11 and 2.13."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if type(error).__module__.startswith(("torch._inductor", "torch._dynamo.exc", "triton")):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "") for frame in frames]
+    if any(name.startswith(_COMPILING) for name in modules):
+        return True
+    return isinstance(error, AssertionError) and frames[-1].f_code.co_filename.startswith(cache_dir())
+
+
+_COMPILING = ("triton.", "torch._inductor.async_compile", "torch._inductor.codecache", "torch._inductor.cpp_builder")
+
+
+def reason(error: BaseException) -> str:
+    """In a line, what compilers say in a hundred."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])
+    return f"{type(error).__name__}: {told}"[:300]
 
 
 def compile_operator(
-    gm: fx.GraphModule, inputs: Sequence[Any], symbols: Symbols, *, still: frozenset[int], direct: bool
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    symbols: Symbols,
+    *,
+    still: frozenset[int],
+    direct: bool,
+    failed: Callable[[Exception], None],
 ) -> Boxed:
     """Inductor over a graph; the callable takes the graph's inputs in a list, which it empties, and returns a list.
 
     `still`: inputs that stay where they are in memory, aligned as kernels like it: else each call looks at all.
     `direct`: all results are tensors; then the compiled code is called without AOTAutograd's wrapper around it wherever
     that has nothing to do, which takes half as long.
+    `failed`: called if the backward pass of a graph with gradients can't be compiled, which shows late, and runs as it
+    is then.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -246,7 +516,13 @@ def compile_operator(
             options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *still})
         shaped = TORCH >= (2, 13) or keep_sums_in_shape(graph)
         with torch._inductor.config.patch({} if shaped else {"triton.mix_order_reduction": False}):
-            made.append((compile_fx_inner(graph, given, **options), len(given)))
+            try:
+                made.append((compile_fx_inner(graph, given, **options), len(given)))
+            except Exception as e:
+                if not options.get("is_backward"):
+                    raise
+                failed(e)
+                return _boxed(boxed_forward(with_own_draws(graph)))
         return made[-1][0]
 
     # A hit in AOTAutograd's cache would hand out the wrapper alone. Inductor's own cache stays in use.
@@ -370,12 +646,27 @@ def boxed_forward(gm: fx.GraphModule) -> Boxed:
     return cast("Boxed", fx.GraphModule(gm, graph).forward)
 
 
+def _boxed(call: Boxed) -> Boxed:
+    """As AOTAutograd knows those that take a list."""
+
+    def boxed(args: list[Any]) -> Any:
+        return call(args)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
 def compile_passes(
-    gm: fx.GraphModule, inputs: Sequence[Any], make: Callable[[fx.GraphModule, bool], Boxed]
+    gm: fx.GraphModule, inputs: Sequence[Any], make: Callable[[fx.GraphModule, bool], Boxed], *, native_random: bool
 ) -> Callable[..., Any]:
     """A graph that autograd can go back through: `make` gets the forward and the backward graph (True), as Inductor
-    would get them, and returns what runs them. Seen to work on 2.11 and 2.13."""
+    would get them, and returns what runs them. Where nothing wants a gradient there is one graph.
+
+    `native_random`: random numbers are drawn as torch draws them, not from Inductor's seeds. Seen to work on 2.11 and
+    2.13.
+    """
     import torch._functorch.config
+    import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -397,9 +688,34 @@ def compile_passes(
         "enable_autograd_cache": False,  # it keeps what Inductor makes, and nothing else
         "backward_pass_autocast": "off",  # as where backward() is called
     }
-    with torch._functorch.config.patch(options):
+    random = {"fallback_random": True} if native_random else {}
+    with torch._functorch.config.patch(options), torch._inductor.config.patch(random), _dual_levels_left():
         made: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     return cast("Callable[..., Any]", made)
+
+
+def has_transforms(gm: fx.GraphModule) -> bool:
+    """Whether the graph enters and leaves levels of torch.func, whose tensors wrap others: no node
+    of it can be looked at by itself. Seen on 2.11 and 2.13."""
+    modules = ("torch._functorch.", "torch._C._functorch", "torch.autograd.forward_ad")
+    return any(n.op == "call_function" and str(n.target.__module__).startswith(modules) for n in gm.graph.nodes)
+
+
+@contextlib.contextmanager
+def _dual_levels_left() -> Iterator[None]:
+    """A failure inside leaves no level of forward-mode AD behind, of which there can be one: Dynamo sees to
+    the others of torch.func. Seen on 2.13."""
+    try:
+        torch._C._exit_dual_level(torch._C._enter_dual_level())
+    except RuntimeError:  # the caller is in one
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            torch._C._exit_dual_level(0)
+        raise
 
 
 def _keep_what_is_saved() -> None:
@@ -419,6 +735,54 @@ def draw_by_seed(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.randint):
         node.target = torch.ops.dynaflow.randint.default
     gm.recompile()
+
+
+def with_own_draws(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph, fit to run as it is: what it draws by seeds is what compiled code draws by them, in another pass."""
+    if not draws_again(gm):
+        return gm
+    from torch._inductor import inductor_prims
+
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for prim, drawn in ((inductor_prims.random, _drawn_random), (inductor_prims.randint, _drawn_randint)):
+        for node in graph.find_nodes(op="call_function", target=prim):
+            node.target = drawn
+    return fx.GraphModule(gm, graph)
+
+
+def _drawn_random(size: Sequence[int], seed: torch.Tensor, mode: str, **more: Any) -> torch.Tensor:
+    call = _draw("random", (tuple(size), None, mode), tuple(more.items()), seed.device, seed.dtype)
+    return cast("torch.Tensor", call([seed])[0])
+
+
+def _drawn_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    call = _draw("randint", (low, high, tuple(size), None), (), seed.device, seed.dtype)
+    return cast("torch.Tensor", call([seed])[0])
+
+
+@functools.lru_cache(1024)
+def _draw(
+    name: str, args: tuple[Any, ...], more: tuple[tuple[str, Any], ...], device: torch.device, dtype: torch.dtype
+) -> Boxed:
+    """A draw compiled by itself; None stands for the seed."""
+    from torch._inductor import inductor_prims
+
+    graph, world = fx.Graph(), Symbols()
+    seed = graph.placeholder("seed")
+    given = tuple(seed if arg is None else list(arg) if isinstance(arg, tuple) else arg for arg in args)
+    graph.output((graph.call_function(getattr(inductor_prims, name), given, dict(more)),))
+    with world.mode:
+        example = torch.empty((), dtype=dtype, device=device)
+    try:
+        return compile_operator(
+            fx.GraphModule({}, graph), [example], world, still=frozenset(), direct=True, failed=lambda e: None
+        )
+    except Exception as e:
+        raise DynaFlowError(
+            f"random numbers that another pass draws again can't be compiled: {reason(e)}",
+            advice='say operators="eager", under which no pass is compiled',
+        ) from e
 
 
 def draws_again(gm: fx.GraphModule) -> bool:
@@ -489,8 +853,36 @@ def have_scalers_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 def saved_results() -> slice:
     """Which results of the forward graph that is being compiled are tensors that the backward graph gets."""
-    found: slice = _traced().tensors_saved_for_backwards_slice
+    meta = _traced()
+    if meta.num_symints_saved_for_bw is None:  # no gradient is wanted after all: there is no backward graph
+        return slice(0, 0)
+    found: slice = meta.tensors_saved_for_backwards_slice
     return found
+
+
+def returned_results() -> int:
+    """How many results of the forward graph that is being compiled, the first ones, are not for its backward graph."""
+    found: int = _traced().num_forward_returns
+    return found
+
+
+def first_result() -> int:
+    """At which of its own results the forward graph that is being compiled has those of the traced graph."""
+    found: int = _traced().num_mutated_inp_runtime_indices
+    return found
+
+
+def fresh_results() -> list[int]:
+    """Which results of the forward graph that is being compiled were, as AOTAutograd traced them, no views of inputs or
+    of one another. Seen on 2.11 and 2.13."""
+    meta = _traced()
+    infos = enumerate(meta.output_info, first_result())
+    return [i for i, info in infos if info.output_type.name == "non_alias"]
+
+
+def written_inputs() -> frozenset[int]:
+    """Which inputs of the graph whose passes are being compiled it writes. Seen on 2.13."""
+    return frozenset(n for n, info in enumerate(_traced().input_info) if info.mutates_data)
 
 
 def _traced() -> Any:
@@ -560,8 +952,19 @@ REGIONS: dict[Any, Any] = {
 
 SET_GRAD = torch._C._set_grad_enabled
 
+SUBGRAPHS: dict[Any, int] = {torch.ops.higher_order.invoke_subgraph: 2}
+CHECKPOINTS: dict[Any, int] = {torch.ops.higher_order.tag_activation_checkpoint: 1}
+"""Calls of a graph that do nothing else where no gradients are wanted, and where its arguments start among theirs."""
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+FLEX_ATTENTION_BACKWARD = torch.ops.higher_order.flex_attention_backward
+
 LINEAR = torch._C._nn.linear
 """What torch.nn.functional.linear is in a captured graph."""
+
+
+_STRATEGIES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+_MOST_PLACEMENTS = 300
 
 
 def propagate_sharding(
@@ -596,6 +999,15 @@ def propagate_sharding(
         same = (list(before) == list(after)) if nested else (before is after or before == after)
         return [] if same else [(before, after)]
 
+    def placements(schema: Any) -> list[tuple[Any, ...]]:
+        """As they are given, and all replicated."""
+        given = tree_leaves([*schema.args_schema, *schema.kwargs_schema.values()])
+        specs = [leaf if isinstance(leaf, DTensorSpec) else None for leaf in given]
+        return [
+            tuple(s and s.placements[0] for s in specs),
+            tuple(s and Replicate() for s in specs),
+        ]
+
     def shard(output: Any) -> int | None:
         (placement,) = output.placements
         return placement.dim if type(placement) is Shard else None
@@ -612,6 +1024,16 @@ def propagate_sharding(
         if info is None:
             info = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
         schema = OpSchema(func, spec(tuple(args)), {k: spec(v) for k, v in kwargs.items()}, schema_info=info)
+        # DTensor follows every combination of placements through an operator's decomposition, which takes hours for a
+        # list of tensors. We only ask about the given ones.
+        decomposed: Any = getattr(propagator, "decomp_strategy", None)
+        if decomposed is not None:
+            decomposed._get_candidate_placements = placements
+        elif not any(func in table for name, table in vars(propagator).items() if name in _STRATEGIES):  # torch 2.11
+            count = prod(value.dim() + 1 for value in tree_leaves([*args, *kwargs.values()])
+                         if isinstance(value, torch.Tensor))  # fmt: skip
+            if count > _MOST_PLACEMENTS:
+                raise NotImplementedError(f"there are {count} ways to shard its arguments")
         found = propagator.propagate_op_sharding_non_cached(schema)
     wanted = found.redistribute_schema
     pairs: list[tuple[Any, Any]] = []
@@ -630,8 +1052,11 @@ def storage_users(storage: torch.UntypedStorage) -> int:
 
 
 def same_addresses(tensors: Sequence[Any], addresses: list[int], positions: list[int]) -> bool:
-    """Whether the tensors at `positions` are where `addresses` says."""
-    return torch._C._tensors_data_ptrs_at_indices_equal(tensors, addresses, positions)  # type: ignore[arg-type]
+    """Whether the tensors at `positions` are where `addresses`, a list for all tensors, says."""
+    equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # only where torch is built for CUDA
+    if equal is None:
+        return all([tensors[i].data_ptr() == addresses[i] for i in positions])
+    return equal(tensors, addresses, positions)
 
 
 def leave_pool(device: torch.device, pool: Any) -> None:

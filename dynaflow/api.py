@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import inspect
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from dynaflow import _torch, checked
 from dynaflow.capture.graph import BatchDims, DynamicDims
-from dynaflow.engine import Engine, Facts, take_marks_back
-from dynaflow.errors import DynaFlowError, PlanError
+from dynaflow.engine import Engine, Facts, marks, take_marks_back
+from dynaflow.errors import DynaFlowError, PlanError, RecordingError, shown, user_line
+from dynaflow.face import Face, ModuleFace, function_of, modules_of, special_methods, with_methods
 from dynaflow.lower.lower import CudaGraph, OnTask
 from dynaflow.lower.operators import Mode
+from dynaflow.modules import TRACED
 from dynaflow.options import check_options, combined, defaults
 from dynaflow.options import scheduler_of as _scheduler
 from dynaflow.recording import Recording
@@ -29,12 +34,17 @@ from dynaflow.stats import Stats
 from dynaflow.tune.cost import Costs, Profile
 from dynaflow.tune.device import device_for, device_named
 from dynaflow.tune.explain import Explanation
-from dynaflow.tune.measure import Snapshot
+from dynaflow.tune.measure import NoRoom, Snapshot
 from dynaflow.tune.profile import Profiler
 from dynaflow.tune.simulate import simulate
 from dynaflow.tune.simulation import Simulation
 from dynaflow.updates import check_model
 from dynaflow.view.report import Report
+
+CALLS_KEPT = 8
+"""Of each compiled model, for different hooks on its modules."""
+
+INLINED = "called inside of another compiled function: it is a part of that one's graph, and not scheduled by itself"
 
 
 def compile(
@@ -81,70 +91,134 @@ def compile(
         "optimizer_beside" has them run beside the backward of the layers below. Each backward pass is a step, with the
         settings of the moment; the gradients are gone after it, and optimizer.step() does what remains.
     """
-    return CompiledModel(
-        model,
-        _engine(
-            model,
-            {
-                "scheduler": scheduler,
-                "scheduler_options": scheduler_options,
-                "batch_dims": batch_dims,
-                "dynamic_dims": dynamic_dims,
-                "facts": facts,
-                "operators": operators,
-                "verify": verify,
-                "check": check,
-                "cudagraph": cudagraph,
-                "static_inputs": static_inputs,
-                "on_task": on_task,
-                "offload_saved": offload_saved,
-                "offload_most": offload_most,
-                "optimizer": optimizer,
-            },
-        ),
-        fullgraph,
+    if not callable(model) or isinstance(model, type):
+        raise DynaFlowError(
+            f"compile() got {shown(model)}", line=user_line(),
+            advice="pass a module, a function or another callable object",
+        )
+    options = {
+        "scheduler": scheduler,
+        "scheduler_options": scheduler_options,
+        "batch_dims": batch_dims,
+        "dynamic_dims": dynamic_dims,
+        "facts": facts,
+        "operators": operators,
+        "verify": verify,
+        "check": check,
+        "cudagraph": cudagraph,
+        "static_inputs": static_inputs,
+        "on_task": on_task,
+        "offload_saved": offload_saved,
+        "offload_most": offload_most,
+        "optimizer": optimizer,
+    }
+    fullgraph = checked.flag(fullgraph, "fullgraph")
+    made: CompiledModel = with_methods(*_kind_of(model))(model, _engine(model, options), fullgraph, options)
+    return made
+
+
+class CompiledModel(Face):
+    """A model under a schedule. Called like the model; all other attributes are the model's own.
+
+    Where the model is an nn.Module, so is this: `eval`, `to`, `load_state_dict` and all other methods act on the model,
+    and return the compiled model where they would return the model. Copies and unpickled ones are compiled anew.
+    """
+
+    __slots__ = (
+        "_df_calls",
+        "_df_engine",
+        "_df_fit",
+        "_df_forward",
+        "_df_fullgraph",
+        "_df_hooks",
+        "_df_latest",
+        "_df_note",
+        "_df_options",
+        "_df_takes_facts",
     )
 
-
-class CompiledModel:
-    """A model under a schedule. Called like the model; other attributes are the model's own."""
-
-    def __init__(self, model: Callable[..., Any], engine: Engine, fullgraph: bool) -> None:
-        self._model, self._engine = model, engine
+    def __init__(self, model: Any, engine: Engine, fullgraph: bool, options: Mapping[str, Any]) -> None:
+        super().__init__(model)
+        self._df_engine, self._df_fullgraph, self._df_options = engine, fullgraph, options
         engine.owned = True
-        self._call = torch.compile(_own_frame(model), backend=_backend_of(engine), fullgraph=fullgraph)
-        self._captured = False
-        self._takes_facts = "facts" in _signature(model)
-        with contextlib.suppress(TypeError, ValueError):  # builtins have none
-            self.__signature__ = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+        self._df_takes_facts = "facts" in _signature(model)
+        self._df_forward: Callable[..., Any] | None = None
+        """What somebody has put in the place of `forward`."""
+        self._df_calls: dict[frozenset[int], _Call] = {}
+        """By the hooks on the model's modules: Dynamo does not look whether there are more."""
+        self._df_fit: tuple[int, Any] = (-1, None)
+        """How many hooks had ever been registered, and what was called then."""
+        self._df_latest: Callable[..., Any] | None = None
+        self._df_hooks = -1
+        """The same again, for calls to come; -1 if there is more to be done than to call the function."""
+        self._df_note = _noting(engine.stats)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. `facts={...}` goes to the scheduler, unless the model has such a parameter."""
-        local = self._engine.local
-        if "facts" in kwargs and not self._takes_facts:
-            local.facts = kwargs.pop("facts")
+        if torch.compiler.is_dynamo_compiling():
+            return self._df_inlined(args, kwargs)
+        if self._df_hooks != _torch.Hooks.next_id or "facts" in kwargs:
+            return self._df_scheduled(args, kwargs) if self._df_forward is None else self._df_forward(*args, **kwargs)
         try:
-            if self._captured:
-                return self._call(*args, **kwargs)
-            self._engine.prepare(args, kwargs)
+            return self._df_latest(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if marks.undo:  # a capture failed half-way
+                take_marks_back()
+
+    def _df_inlined(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What Dynamo traces inside of another compiled model, whose backend or scheduler decides."""
+        self._df_note()
+        if not self._df_takes_facts:
+            kwargs.pop("facts", None)
+        return self._df_model(*args, **kwargs) if self._df_forward is None else self._df_forward(*args, **kwargs)
+
+    def _df_scheduled(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "facts" in kwargs and not self._df_takes_facts:
+            given, advice = kwargs.pop("facts"), 'pass a mapping: {"phase": "decode"}'
+            local = self._df_engine.local
+            before, local.facts = local.facts, None if given is None else checked.mapping(given, "facts", advice)
             try:
-                result = self._call(*args, **kwargs)
+                return self._df_scheduled(args, kwargs)
+            finally:
+                local.facts = before
+        registered = _torch.Hooks.next_id
+        call = self._df_fitting(registered)
+        try:
+            if not call.captured:
+                self._df_engine.prepare(args, kwargs)
+            try:
+                result = call.function(*args, **kwargs)
             except PlanReady:
-                self._captured = True
+                call.captured = True
                 raise
-            self._captured = True
+            call.captured = True
+            self._df_engine.look_for_graphs()
+            if self._df_forward is None:
+                self._df_latest, self._df_hooks = call.function, registered
             return result
         finally:
-            local.facts = None
-            take_marks_back()  # if the capture failed half-way
+            take_marks_back()
+
+    def _df_fitting(self, registered: int) -> _Call:
+        """What is called with the hooks that are there now, when so many have ever been registered."""
+        if self._df_fit[0] != registered:
+            hooks, calls = _torch.hooks_of(modules_of(self._df_model)), self._df_calls
+            if hooks not in calls and len(calls) >= CALLS_KEPT:
+                calls.pop(next(iter(calls)), None)
+            self._df_fit = registered, calls.get(hooks) or calls.setdefault(hooks, _Call(self._df_compiled()))
+        return self._df_fit[1]
+
+    def _df_compiled(self) -> Callable[..., Any]:
+        backend = _backend_of(self._df_engine)
+        return torch.compile(_own_frame(self._df_model), backend=backend, fullgraph=self._df_fullgraph)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these inputs, without running the model. If the model breaks the graph: for its first part."""
-        return self._ready(args, kwargs).plan
+        return self._df_ready(args, kwargs).plan
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Why these inputs run as they do: what was tried, what each gave, and what limits it. Print it."""
-        ready = self._ready(args, kwargs)
+        ready = self._df_ready(args, kwargs)
         try:
             simulation = _simulated(ready)
         except Exception:  # a prediction is a help, and never a duty
@@ -154,16 +228,20 @@ class CompiledModel:
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """How long each operator of these inputs' plan takes alone, measured now; what the model writes is put back."""
-        ready = self._ready(args, kwargs)
+        ready = self._df_ready(args, kwargs)
         profiler = Profiler(ready.graph.graph.device)
-        profiler.measure(ready.trials.plan(), ready.trials, Snapshot(ready.graph, ready.trials.args).restore)
+        try:
+            snapshot = Snapshot(ready.graph, ready.trials.args)
+        except NoRoom as e:
+            raise RecordingError(str(e), advice="record calls of your own with df.record()") from e
+        profiler.measure(ready.trials.plan(), ready.trials, snapshot.restore)
         return profiler.profile
 
     def simulate(
         self, *args: Any, device: str | None = None, profile: Profile | None = None, **kwargs: Any
     ) -> Simulation:
         """The timeline of these inputs' plan by the cost model: on this device, or on one named ("b200x8")."""
-        return _simulated(self._ready(args, kwargs), device, profile)
+        return _simulated(self._df_ready(args, kwargs), device, profile)
 
     def report(self, *args: Any, profile: Profile | None = None, **kwargs: Any) -> Report:
         """A run in words: what was busy, what overlapped, how near to the bound it is and why no nearer. Print it.
@@ -173,36 +251,143 @@ class CompiledModel:
         expects; by default, what was measured on this machine before.
         """
         if len(args) == 1 and not kwargs and isinstance(args[0], Recording):
-            return args[0].report(self._engine)
-        return reported_now(self._ready(args, kwargs), self._engine, profile)
+            return args[0].report(self._df_engine)
+        return reported_now(self._df_ready(args, kwargs), self._df_engine, _checked_profile(profile))
 
-    def _ready(self, args: Any, kwargs: Any) -> PlanReady:
-        if (ready := self._engine.planned(lambda: self(*args, **kwargs))) is not None:
+    def _df_ready(self, args: Any, kwargs: Any) -> PlanReady:
+        if (ready := self._df_engine.planned(lambda: self(*args, **kwargs))) is not None:
             return ready
-        raise PlanError("the model gave no graph to plan", advice="does it use torch operators on tensors?")
+        reasons = "; ".join(dict.fromkeys(self.stats.plain_reasons))
+        why = f" ({reasons})" if reasons else ""
+        raise PlanError(f"the model gave no graph to plan{why}", advice="does it use torch operators on tensors?")
 
     @property
     def stats(self) -> Stats:
         """Counters of what was captured, planned and run."""
-        return self._engine.stats
+        return self._df_engine.stats
 
     def set_scheduler(self, scheduler: OpSchedulerBase | str, **options: Any) -> None:
         """From the next call on, `scheduler` decides. Compiled operators stay. May be called from any thread."""
-        self._engine.set_scheduler(_scheduler(scheduler, options))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._model, name)
+        self._df_engine.set_scheduler(_scheduler(scheduler, options))
+        self._df_options = {**self._df_options, "scheduler": scheduler, "scheduler_options": options or None}
 
     def __repr__(self) -> str:
-        return f"dynaflow.compile({self._model!r})"
+        return f"dynaflow.compile({self._df_model!r})"
+
+    # Copies and pickles: the model, and how it was compiled
+
+    def __reduce__(self) -> Any:
+        return _blank, _kind_of(self._df_model), self._df_state()
+
+    def __setstate__(self, state: tuple[Any, Mapping[str, Any], bool, Any]) -> None:
+        model, options, fullgraph, forward = state
+        CompiledModel.__init__(self, model, _engine(model, options), fullgraph, options)
+        self._df_forward = forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = _blank(*_kind_of(self._df_model))
+        made.__setstate__(copy.deepcopy(self._df_state(), memo))
+        return made
+
+    def __copy__(self) -> Any:
+        made = _blank(*_kind_of(self._df_model))
+        made.__setstate__((copy.copy(self._df_model), *self._df_state()[1:]))
+        return made
+
+    def _df_state(self) -> tuple[Any, Mapping[str, Any], bool, Any]:
+        if self._df_options["optimizer"] is not None:
+            raise DynaFlowError(
+                "a model that was compiled with optimizer= can't be copied or pickled: the steps are another model's",
+                line=user_line(),
+                advice="copy the model itself, and compile the copy with an optimizer of its own",
+            )
+        return self._df_model, self._df_options, self._df_fullgraph, self._df_forward
+
+
+class CompiledFunction(CompiledModel):
+    """A function under a schedule. In the body of a class it is a method, as any function."""
+
+    __slots__ = ()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+
+class CompiledModule(CompiledModel, ModuleFace):
+    """An nn.Module under a schedule."""
+
+    __slots__ = ()
+
+    _call_impl = _wrapped_call_impl = CompiledModel.__call__
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Under the schedule, too. What is set in its place is called by `__call__`, and may call what was here."""
+        if self._df_forward is not None:
+            return self._df_forward
+
+        def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return self._df_model(*args, **kwargs)
+            return self._df_scheduled(args, kwargs)
+
+        forward.__doc__ = self._df_model.forward.__doc__
+        with contextlib.suppress(TypeError, ValueError):  # builtins have none
+            own = inspect.signature(self._df_model.forward)
+            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+        return types.MethodType(forward, self)
+
+    @forward.setter
+    def forward(self, function: Callable[..., Any]) -> None:
+        self._df_forward, self._df_hooks = function, -1
+
+    @forward.deleter
+    def forward(self) -> None:
+        self._df_forward = None
+
+
+class _Call:
+    """The model as Dynamo captures it, and whether it has."""
+
+    __slots__ = ("captured", "function")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.captured = function, False
+
+
+def _kind_of(model: Any) -> tuple[Any, tuple[str, ...]]:
+    """The class of the compiled model, and the special methods that it has of the model's."""
+    if isinstance(model, nn.Module):
+        return CompiledModule, special_methods(model)
+    return (CompiledFunction if isinstance(model, types.FunctionType) else CompiledModel), ()
+
+
+def _blank(kind: Any, special: tuple[str, ...]) -> Any:
+    """A compiled model that has nothing yet: the model that it will get may refer to it."""
+    return object.__new__(with_methods(kind, special))
+
+
+def _noting(stats: Stats) -> Callable[[], bool]:
+    def note() -> bool:
+        if INLINED not in stats.plain_reasons:
+            stats.plain_reasons.append(INLINED)
+        return True
+
+    return _torch.constant_in_trace(note)
 
 
 def _simulated(ready: PlanReady, device: str | None = None, profile: Profile | None = None) -> Simulation:
     target = device_for(ready.graph.graph.device) if device is None else device_named(device)
-    costs = Costs(ready.graph, target, profile, sizes=ready.trials.plan().values)
+    costs = Costs(ready.graph, target, _checked_profile(profile), sizes=ready.trials.plan().values)
     return simulate(ready.plan, ready.graph, costs, target, cudagraph=ready.trials.cudagraph)
+
+
+def _checked_profile(profile: Any) -> Profile | None:
+    known = isinstance(profile, Mapping) and all(isinstance(key, tuple) and len(key) == 3 for key in profile)
+    if profile is not None and not known:
+        raise checked.wrong("profile", profile, "pass what fast.profile(**inputs) gave")
+    return profile
 
 
 def backend(
@@ -217,7 +402,7 @@ def backend(
     if engine is None or engine.options is not options:
         far = {"cudagraph": "plan"} if mode == "reduce-overhead" else {}
         try:
-            engine = _engine(None, combined(combined(far, defaults()), options or {}))
+            engine = _engine(None, combined(combined(far, defaults()), check_options(options or {})))
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             return Raiser(e)
         if options:
@@ -227,22 +412,32 @@ def backend(
 
 _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
+_backend = backend
+del backend
+
+
+def __getattr__(name: str) -> Any:
+    """`backend`, which torch asks for before it traces a model for it."""
+    if name == "backend":
+        _torch.teach_dynamo(TRACED)
+        return _backend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
-    check_options(options)
+    options = check_options(options)
     if options.get("optimizer") is not None:
         check_model(model)
     given = {k: v for k, v in options.items() if not k.startswith("scheduler") and v is not None}
-    name = "model" if model is None else getattr(model, "__name__", type(model).__name__)
+    name = "model" if model is None else getattr(model, "__name__", model.__class__.__name__)
     return Engine(_scheduler(**options), parameters=_signature(model), name=name, **given)
 
 
 def _signature(model: Any) -> tuple[str, ...]:
     if model is None:
         return ()
-    function = model.forward if isinstance(model, torch.nn.Module) else model
     try:
-        return tuple(inspect.signature(function).parameters)
+        return tuple(inspect.signature(function_of(model)).parameters)
     except (TypeError, ValueError):
         return ()
 
@@ -265,7 +460,10 @@ def _own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo keeps what it compiles with a function's code, counts recompiles there, and remembers by file name and
     line which sizes have changed: models would share all of it, and outlive their compiled object.
     """
-    source = "def bind(model):\n  def call(*args, **kwargs):\n    return model(*args, **kwargs)\n  return call\n"
+    # Dynamo takes the forward of a module's class for one that stays as it is, unless somebody looks at it.
+    look = "    assert type(model).forward is not None\n" if isinstance(model, nn.Module) else ""
+    body = f"  def call(*args, **kwargs):\n{look}    return model(*args, **kwargs)\n"
+    source = f"def bind(model):\n{body}  return call\n"
     names: dict[str, Any] = {"__name__": __name__}
     exec(builtins.compile(source, f"<dynaflow call {next(_numbers)}>", "exec"), names)
     # Dynamo keeps the globals until the code is gone: they must not lead back to it.

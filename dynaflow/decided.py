@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import sympy
 
+from dynaflow import checked
 from dynaflow.capture.ops import OpGraph
+from dynaflow.errors import ScheduleError
 from dynaflow.lower.elastic import Elastic
 from dynaflow.lower.lower import Lowered
 from dynaflow.lower.padding import Padding
@@ -50,7 +52,8 @@ class Schedules:
         self.chooses = kind.choose is not OpSchedulerBase.choose
         self.has_key = kind.key is not OpSchedulerBase.key
         self.has_buckets = kind.bucket is not OpSchedulerBase.bucket
-        self.is_elastic = self.scheduler.elastic and self.has_key
+        elastic = checked.flag(self.scheduler.elastic, f"{kind.__name__}.elastic", ScheduleError)
+        self.is_elastic = elastic and self.has_key
 
     def of(self, scheduler: OpSchedulerBase) -> Schedules:
         """Those of another scheduler that takes situations over."""

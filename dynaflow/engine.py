@@ -11,34 +11,47 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from dynaflow import _torch
+from dynaflow import _torch, checked, forks
 from dynaflow.capture.graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
 from dynaflow.capture.graph import copied as copied_graph
+from dynaflow.capture.higher_order import inline
 from dynaflow.capture.marks import mark_arguments
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.partition import partition
+from dynaflow.capture.probe import Contradiction, Unschedulable, probe
 from dynaflow.capture.rules import SplitFunc, SplitModule
-from dynaflow.capture.training import Passes, wants_gradients
+from dynaflow.capture.sharing import Sharing, written_inputs
+from dynaflow.capture.training import (
+    Overwritten,
+    Passes,
+    returns_gradients,
+    strange_parts,
+    takes_nested,
+    wants_gradients,
+)
 from dynaflow.capture.written import is_given
 from dynaflow.decided import Planned, Schedules, Situation
-from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at
+from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at, shown
 from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
 from dynaflow.lower.operators import Mode, Operators
-from dynaflow.lower.padding import Padding
-from dynaflow.runner import GraphRunner, PlanReady, Raiser, Spaces
+from dynaflow.lower.padding import Batch, Padding
+from dynaflow.modules import TRACED, keep_bags
+from dynaflow.runner import GraphRunner, PlainRunner, PlanReady, Raiser, Spaces
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import ScheduleContext
-from dynaflow.schedule.kept import KeptPlan, fact_value, frozen, imported
+from dynaflow.schedule.kept import KeptPlan, fact_value, frozen, functions_of, hashable, registered
 from dynaflow.schedule.plan import Plan
 from dynaflow.schedule.ranks import Meetings
+from dynaflow.schedule.split import request_count
 from dynaflow.stats import Stats
 from dynaflow.trials import Trials
 from dynaflow.tune.measure import NoRoom, copied
@@ -64,17 +77,17 @@ class _Marks(threading.local):
     """On tensors of the call that is being captured: how to take back the marks that make its batch dynamic."""
 
     undo: tuple[Callable[[], None], ...] = ()
-    again = False
-    """The frame is traced again, since more had to be marked."""
+    again: Any = ()
+    """The frame that is traced again, since more had to be marked."""
 
 
-_marks = _Marks()
+marks = _Marks()
 
 
 def take_marks_back() -> None:
-    for undo in reversed(_marks.undo):  # a tensor may have been marked twice
+    for undo in reversed(marks.undo):  # a tensor may have been marked twice
         undo()
-    _marks.undo, _marks.again = (), False
+    marks.undo, marks.again = (), ()
 
 
 class Engine:
@@ -97,6 +110,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         name: str = "model",
     ) -> None:
+        _torch.teach_dynamo(TRACED)
         self.name, self.offload = name, (offload_saved, offload_most)
         self.updates = None if optimizer is None else Updates(optimizer)
         self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
@@ -108,13 +122,21 @@ class Engine:
         self.refuse: Callable[[fx.GraphModule], None] | None = None
         """Looks at each graph that is captured, and raises if it has something that can't be."""
         self.operators = Operators(operators)
+        self.operators.failures = self.stats.compile_failures
         self.lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
         self.local = _Local()
         self._facts: Facts = facts or {}
         self._schedules = Schedules(checked_scheduler(scheduler))
-        self.lock = threading.RLock()
+        self.lock = forks.rlock()
         self._meetings = Meetings()
+        self._breaks: Counter[str] = Counter()
+        """Of all graphs in the process, before the first call."""
         self.deciding: list[threading.Thread] = []
+        forks.tell(self)
+
+    def after_fork(self) -> None:
+        self.deciding.clear()
+        self.situation = self._situation_in_child  # type: ignore[method-assign]
 
     def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
         self._schedules = Schedules(checked_scheduler(scheduler))
@@ -143,45 +165,74 @@ class Engine:
 
     def facts(self) -> Mapping[str, Any]:
         base = self._facts() if callable(self._facts) else self._facts
+        if type(base) is not dict:  # that is the usual kind, and this is asked in each call
+            base = checked.mapping(base, "facts()", 'return a mapping: {"phase": "decode"}')
         return {**base, **self.local.facts} if self.local.facts else base
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
+        self._breaks = _torch.breaks()
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
-        requests = len(self.facts().get("num_tokens") or ())
-        _marks.undo = tuple(mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims))
+        requests = request_count(self.facts().get("num_tokens"))
+        take_marks_back()  # those of a call that this one is made in
+        marks.undo = tuple(mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims))
+
+    def look_for_graphs(self) -> None:
+        """After a first call: says why, if the model was not captured at all."""
+        if not self.stats.graphs:
+            self.stats.plain_reasons.extend(_torch.breaks() - self._breaks)
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
         try:
-            if not (_marks.again or is_given(gm)):
-                requests = len(self.facts().get("num_tokens") or ())
+            frame = _torch.traced_frame()
+            if marks.again not in ((), frame):
+                take_marks_back()  # of a frame whose second trace came to nothing
+            if not (marks.again == frame or is_given(gm)):
+                requests = request_count(self.facts().get("num_tokens"))
                 more = make_batch_dynamic(gm, self.batch_dims, requests, self.parameters, self.dynamic_dims)
                 if more:
-                    _marks.undo, _marks.again = (*_marks.undo, *more), True
+                    marks.undo, marks.again = (*marks.undo, *more), frame
                     raise _torch.restart_capture()  # trace again, now that the batch may vary
             take_marks_back()
+            self.operators.look_for_compiler({e.device.type for e in example_inputs if isinstance(e, torch.Tensor)})
             if self.refuse is not None:
                 self.refuse(gm)
-            if wants_gradients(gm):
-                return self._training(gm, example_inputs)
+            if takes_nested(gm):
+                return self._plain(gm, "it takes nested tensors, whose sizes are no numbers")
+            training = wants_gradients(gm)
+            if not training and returns_gradients(gm):
+                return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
+            inline(gm, training=training)
+            keep_bags(gm)
+            if training or strange_parts(gm) is not None:
+                return self._traced(gm, example_inputs, training)
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             take_marks_back()
             return Raiser(e)
 
-    def _training(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Both passes, each with plans of its own."""
-        passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates)
+    def _traced(self, gm: fx.GraphModule, example_inputs: list[Any], training: bool) -> Callable[..., Any]:
+        """What AOTAutograd makes of a graph: both passes of training, each with plans of its own; or one graph, in
+        which the transforms of torch.func are what they come to."""
+        strange = strange_parts(gm)
+        if training and self._clash(gm, strange):
+            if strange is not None:
+                return self._plain(gm, f"it has {strange}, and inputs that share memory")
+            return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
+        passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates, training=training)
+        native_random = not training and self.operators.mode == "eager"
         ours: list[Exception] = []
+        written: set[int] = set()
         engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
 
         def make(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
             try:
                 engine = engine_of()
                 assert engine is not None, "captured by a compiled model that is gone"
-                if engine.operators.mode == "eager":
+                written.update(_torch.written_inputs())
+                if training and engine.operators.mode == "eager":
                     _torch.draw_by_seed(part)
                 return passes.call(engine._runner(passes.read(part, backward)).boxed, backward)
             except Exception as e:
@@ -189,16 +240,59 @@ class Engine:
                 raise
 
         try:
-            return _torch.compile_passes(copied_graph(gm), example_inputs, make)
+            made = _torch.compile_passes(copied_graph(gm), example_inputs, make, native_random=native_random)
+            return self._unless_shared(made, gm, frozenset(written), strange) if written else made
         except Exception as e:
+            if ours and isinstance(ours[0], Overwritten):
+                return self._plain(gm, str(ours[0]))
             if ours or _torch.is_restart(e):
                 raise
             why = f"{type(e).__name__}: {e}".strip().splitlines()[0]
+            if strange is not None:
+                return self._plain(gm, f"it has {strange}, and can't be traced ({why})")
             warnings.warn(
                 f"the backward pass can't be traced ({why}); forward runs as scheduled, backward as autograd orders it",
                 stacklevel=2,
             )
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
+
+    def _plain(self, gm: fx.GraphModule, why: str) -> PlainRunner:
+        self.stats.graphs += 1
+        self.stats.graph_breaks += _torch.is_part(gm)
+        self.stats.plain_graphs += 1
+        self.stats.plain_reasons.append(why)
+        return PlainRunner(self, gm, why)
+
+    def _clash(self, gm: fx.GraphModule, strange: str | None) -> bool:
+        """Whether inputs of the call at hand share memory that the graph writes: its passes would not see that. What a
+        graph with parts that can't be looked at writes is not known yet: it may be all."""
+        given = [_torch.graph_input(node)[2] for node in gm.graph.find_nodes(op="placeholder")]
+        if not Sharing().find(given):
+            return False
+        if strange is not None:
+            return True
+        graph = CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims)
+        try:
+            return bool(Sharing(written_inputs(graph, probe(graph, ()))).find(given))
+        except (Contradiction, Unschedulable):  # it runs plainly in any case
+            return True
+
+    def _unless_shared(
+        self, passes: Callable[..., Any], gm: fx.GraphModule, written: frozenset[int], strange: str | None
+    ) -> Callable[..., Any]:
+        """The passes; but for calls whose inputs share memory that the graph writes, the graph itself: plainly, if some
+        of it can't be looked at."""
+        runner = GraphRunner(self, CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims))
+        sharing = Sharing(written)
+
+        def run(*args: Any) -> Any:
+            if not sharing.find(list(args)):
+                return passes(*args)
+            if strange is not None and runner.plain is None:
+                runner.run_plainly(f"it has {strange}, and inputs share memory that it writes")
+            return runner(*args)
+
+        return run
 
     def _runner(self, graph: CapturedGraph) -> GraphRunner:
         self.stats.graphs += 1
@@ -213,6 +307,14 @@ class Engine:
         if schedules.chooses:
             schedules = self._chosen(runner, sizes, args, facts)
         return Situation(schedules, sizes, facts)
+
+    def _situation_in_child(self, runner: GraphRunner, args: Sequence[Any]) -> Situation:
+        if runner.graph.device.type == "cuda":
+            raise DynaFlowError(
+                f"{self.name} runs on CUDA, which can't be used in a process that was forked after its first use",
+                advice='start the process by "spawn": torch.multiprocessing.set_start_method("spawn")',
+            )
+        return Engine.situation(self, runner, args)
 
     def find(self, runner: GraphRunner, situation: Situation, args: Sequence[Any]) -> Lowered | None:
         """The plan for these arguments; None when the graph can't be scheduled at all."""
@@ -235,15 +337,13 @@ class Engine:
             if graph is None:
                 return None
             ctx = self._context(graph, spaces, values, facts)
-            elastic = schedules.elastic.get((runner, spaces, _user(schedules.scheduler, "key", ctx)))
+            elastic = schedules.elastic.get((runner, spaces, _key_of(schedules.scheduler, ctx)))
             if elastic is None or elastic.parts > ctx.max_parts:
                 return None
             return elastic.at(ctx.resized(elastic.plan), {**runner.graph.hints, **values})
 
-    def padding(
-        self, runner: GraphRunner, situation: Situation, args: Sequence[Any]
-    ) -> tuple[Padding, int, int] | None:
-        """How the batch is to be padded, from how many rows, and to how many; None if it stays as it is."""
+    def padding(self, runner: GraphRunner, situation: Situation, args: Sequence[Any]) -> tuple[Padding, Batch] | None:
+        """How the batch is to be padded; None if it stays as it is."""
         schedules, _, facts = situation
         with self.lock:
             graph, spaces, values = self._graph(schedules, runner, args, facts)
@@ -251,16 +351,16 @@ class Engine:
                 return None
             rows = values[next(iter(spaces[0]))]
             padded = _user(schedules.scheduler, "bucket", rows)
-            if isinstance(padded, bool) or not isinstance(padded, int) or padded < rows:
+            if not checked.is_integer(padded) or not rows <= padded <= rows << 20:
                 raise ScheduleError(
-                    f"{type(schedules.scheduler).__name__}.bucket({rows}) returned {padded!r}",
-                    advice="return a number of rows that is no smaller than the batch",
+                    f"{type(schedules.scheduler).__name__}.bucket({rows}) returned {shown(padded)}",
+                    advice="return a number of rows that is no smaller than the batch, nor a million times as large",
                 )
             if padded == rows:
                 return None
             if (runner, spaces) not in schedules.paddings:
                 schedules.paddings[runner, spaces] = Padding(graph)
-            return schedules.paddings[runner, spaces], rows, padded
+            return schedules.paddings[runner, spaces], Batch({**runner.graph.hints, **values}, rows, int(padded))
 
     def _chosen(
         self, runner: GraphRunner, sizes: tuple[int, ...], args: Sequence[Any], facts: Mapping[str, Any]
@@ -360,7 +460,7 @@ class Engine:
             if graph is None:
                 return None
             ctx = self._context(graph, spaces, values, facts)
-            own = _user(schedules.scheduler, "key", ctx)
+            own = _key_of(schedules.scheduler, ctx)
             if keeps:
                 names = tuple(sorted({*names, *ctx.facts.read}))
                 _make_room(schedules.own_keys, PLANS_KEPT)
@@ -482,12 +582,11 @@ class Engine:
             return ctx.whole(), {}
         if result is not None and not isinstance(result, Plan):
             raise ScheduleError(
-                f"{type(scheduler).__name__}.schedule() returned {result!r}",
+                f"{type(scheduler).__name__}.schedule() returned {shown(result)}",
                 advice="return nothing, ctx.sequential(), or a Plan",
             )
         if isinstance(result, Plan):
-            called = {t.replace for t in result.tasks if t.replace}
-            return result, {name: ctx.functions.get(name) or imported(name) for name in called}
+            return result, functions_of(result, {**registered(scheduler.functions), **ctx.functions})
         return ctx.finish(), ctx.functions
 
     def _context(
@@ -504,8 +603,7 @@ class Engine:
         """The graph cut as the scheduler wants it, the symbols that stand for its batch, and their values."""
         if runner.plain:
             return None, (), {}
-        values = runner.graph.symbol_values(args)
-        spaces = runner.graph.batch_spaces(values, len(facts.get("num_tokens") or ()))
+        spaces, values = runner.spaces(args, facts)
         key = (runner, spaces)
         if key not in schedules.graphs:
             start = time.perf_counter()
@@ -537,7 +635,8 @@ def _make_room(kept: dict[Any, Any], most: int) -> None:
 def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:
     """Calls the user's code; what it raises names the line."""
     try:
-        return getattr(scheduler, method)(*args)
+        found = getattr(scheduler, method)(*args)
+        return list(found) if method == "partition" and isinstance(found, Iterator) else found
     except DynaFlowError:
         raise
     except Exception as e:
@@ -548,12 +647,17 @@ def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:
         ) from e
 
 
+def _key_of(scheduler: OpSchedulerBase, ctx: ScheduleContext) -> Any:
+    return hashable(_user(scheduler, "key", ctx), f"what {type(scheduler).__name__}.key() returned")
+
+
 def _checked_rules(scheduler: OpSchedulerBase) -> tuple[Any, ...]:
-    rules = tuple(_user(scheduler, "partition"))
+    found = _user(scheduler, "partition")
+    rules = tuple([found] if (listed := checked.members(found)) is None else listed)
     for rule in rules:
         if not isinstance(rule, (SplitModule, SplitFunc)):
             raise PartitionError(
-                f"{type(scheduler).__name__}.partition() returned {rule!r}",
-                advice="return a list of SplitModule and SplitFunc",
+                f"{type(scheduler).__name__}.partition() returned {shown(rule)}",
+                advice="return a list of SplitModule and SplitFunc; an empty one, if there is nothing to cut",
             )
     return rules

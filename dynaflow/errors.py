@@ -62,6 +62,23 @@ class RecordingError(DynaFlowError):
     """A recording inside of another one, or one that does not hold what it is asked for."""
 
 
+def shown(value: object, most: int = 60) -> str:
+    """A value as an error tells of it: it may be of any size, or one that can't be printed."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__} that can't be printed"
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    """On one line, whatever is in it: control characters and halves of characters are spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def user_line() -> str | None:
     """The innermost line of the current call stack that lies outside this package and torch."""
     frame = sys._getframe(1)

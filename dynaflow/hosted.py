@@ -12,25 +12,30 @@ import contextlib
 import functools
 import gc
 import itertools
-import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from dynaflow import _torch
-from dynaflow.capture.declared import by_rows, left_alone
-from dynaflow.capture.graph import copied
+from dynaflow import _torch, forks
+from dynaflow.capture.declared import arguments, by_rows, left_alone
+from dynaflow.capture.graph import copied, input_name
 from dynaflow.capture.written import given, read, written
 from dynaflow.engine import Engine
 from dynaflow.errors import DynaFlowError
 from dynaflow.schedule.plan import Plan
+from dynaflow.store import only_mine
 
 TOLD = "dynaflow_told"
 """The namespace of the operators that take the others' places, under their names."""
+ROWS = "dynaflow_rows"
+"""The input that has the numbers of the rows."""
 AHEAD = 16
 """So many requests has the batch that is planned before there are any."""
 Within = Callable[[int, int], AbstractContextManager[None]]
@@ -50,7 +55,7 @@ class Hosted:
 
     alive: weakref.WeakSet[Hosted] = weakref.WeakSet()
 
-    def __init__(self, run: Callable[..., Any], source: int, engine: Engine) -> None:
+    def __init__(self, run: Callable[..., Any], source: Source, engine: Engine) -> None:
         self.engine, self.stats = engine, engine.stats
         self._run, self._source = run, source
         self._numbers = torch.arange(0, dtype=torch.int32)
@@ -58,7 +63,7 @@ class Hosted:
         self.alive.add(self)
 
     def __call__(self, *args: Any) -> Any:
-        rows = args[self._source].shape[0]
+        rows = self._source.rows(args)
         if len(self._numbers) < rows:
             self._numbers = torch.arange(2 * rows, dtype=torch.int32)
         self.begin(rows)
@@ -134,7 +139,14 @@ class Kept(abc.ABC):
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Kept:
+        if (folder := cls.folder()) is not None:  # to unpickle is to run whatever somebody wrote there
+            only_mine(folder)
         return cls(read(data))
+
+    @classmethod
+    def folder(cls) -> Path | None:
+        """Where the system keeps what it writes, if it has a place of its own."""
+        return None
 
 
 @contextlib.contextmanager
@@ -168,7 +180,7 @@ class Batch:
             self.phase = "decode" if max(lengths) == 1 else "mixed" if min(lengths) == 1 else "prefill"
         self.parts: dict[tuple[int, int], Any] = {}
         """By first and last row: what was made for the parts that were asked for."""
-        self._lock = threading.RLock()
+        self._lock = forks.rlock()
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -213,38 +225,61 @@ def _pieces(rows: int, longest: int) -> list[int]:
     return [longest] * (count - 1) + [rows - longest * (count - 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a graph's inputs have the rows of the batch."""
+
+    place: int
+    dim: int
+    """The input that tells how many there are, and on which dim."""
+    dims: Mapping[str, int]
+    """By name: the dim on which an input has them. For the engine, as `batch_dims`."""
+
+    def rows(self, args: Sequence[Any]) -> int:
+        return int(args[self.place].shape[self.dim])
+
+
+Asks = Callable[[_torch.OpOverload, Mapping[str, Any]], bool]
+"""Whether a call of an operator asks its system, by its arguments; what is an input of the graph is given as it is."""
+
+
 def tell_rows(
-    gm: fx.GraphModule,
-    inputs: list[Any],
-    asks: Callable[[_torch.OpOverload], bool],
-    within: Within,
-    opaque: type | None = None,
-) -> int | None:
+    gm: fx.GraphModule, inputs: list[Any], asks: Asks, within: Within, opaque: type | None = None
+) -> Source | None:
     """Adds the numbers of the batch's rows to the graph's inputs, for the operators that ask.
 
-    Returns the place of an input that has as many rows; None if no operator asks. They work by rows, and the first
-    tensor that each gets has them. An operator is always called within the same function. `opaque` is the class of the
-    objects among the operators' arguments, if there are any.
+    Returns where the others have them; None if no operator asks, or none of them for rows of an input. The operators
+    work by rows. Each is always called within the same function. `opaque` is the class of the objects among their
+    arguments, if there are any.
     """
-    called = {n: _overload(n.target) for n in gm.graph.nodes if n.op == "call_function"}
-    asking = {n: overload for n, overload in called.items() if overload is not None and asks(overload)}
-    if not asking:
+    places = gm.graph.find_nodes(op="placeholder")
+    known = dict(zip(places, inputs, strict=False))
+    asking: dict[fx.Node, _torch.OpOverload] = {}
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or (overload := _overload(node.target)) is None:
+            continue
+        values = {a: known.get(v, v) if isinstance(v, fx.Node) else v for a, v in arguments(node).items()}
+        if asks(overload, values):
+            asking[node] = overload
+    found = _place(places, [node for call in asking for node in (call, *call.all_input_nodes)])
+    if found is None:
         return None
-    size = next(a for a in next(iter(asking)).args if isinstance(a, fx.Node)).meta["example_value"].shape[0]
-    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    source = next(i for i, n in enumerate(places) if _has_rows(n.meta.get("example_value"), size))
+    place, dim = found
+    like, rows = places[place].meta["example_value"], inputs[place].shape[dim]
+    names = {node: input_name(_torch.graph_input(node)[0]) for node in places}
+    dims = {names[node]: at for node in places if (at := _dim(node, known[node], rows)) is not None}
     with gm.graph.inserting_after(places[-1]):
-        rows = gm.graph.placeholder("dynaflow_rows")
-    like = places[source].meta["example_value"]
-    rows.meta["example_value"] = like.new_empty((size,), dtype=torch.int32, device="cpu")
-    inputs.append(rows.meta["example_value"])
+        told = gm.graph.placeholder(ROWS)
+    told.meta["example_value"] = like.new_empty((like.shape[dim],), dtype=torch.int32, device="cpu")
+    told.meta[_torch.GIVEN] = (ROWS, False, torch.arange(rows, dtype=torch.int32))
+    inputs.append(told.meta["example_value"])
     by_rows(f"{TOLD}::*")
     left_alone(f"{TOLD}::*")
     for node, overload in asking.items():
         node.target = _told(overload, within, opaque)
-        node.args = (rows, *node.args)
+        node.args = (told, *node.args)
     gm.recompile()
-    return source
+    return Source(place, dim, {**dims, ROWS: 0})
 
 
 def _overload(target: Any) -> _torch.OpOverload | None:
@@ -252,9 +287,23 @@ def _overload(target: Any) -> _torch.OpOverload | None:
     return packet.default if isinstance(packet, _torch.OpOverloadPacket) and "default" in packet.overloads() else None
 
 
-def _has_rows(example: Any, size: Any) -> bool:
+def _place(places: Sequence[fx.Node], seen: Sequence[fx.Node]) -> tuple[int, int] | None:
+    """The first input that has as many rows as most of the tensors that operators see, and on which dim."""
+    shapes = [getattr(node.meta.get("example_value"), "shape", ()) for node in seen]
     # As text: to compare symbols would be to assume something of them.
-    return isinstance(example, torch.Tensor) and example.ndim > 0 and str(example.shape[0]) == str(size)
+    counts = Counter((isinstance(shape[0], torch.SymInt), str(shape[0])) for shape in shapes if shape)
+    for _, size in sorted(counts, key=lambda found: (found[0], counts[found]), reverse=True):
+        for i, node in enumerate(places):
+            shape = () if _torch.graph_input(node)[1] else getattr(node.meta.get("example_value"), "shape", ())
+            if size in (sizes := [str(n) for n in shape]):
+                return i, sizes.index(size)
+    return None
+
+
+def _dim(node: fx.Node, given: Any, rows: int) -> int | None:
+    """The dim on which an input that no module owns has the rows."""
+    shape = () if _torch.graph_input(node)[1] else getattr(node.meta.get("example_value"), "shape", ())
+    return next((d for d, n in enumerate(shape) if isinstance(n, torch.SymInt) and given.shape[d] == rows), None)
 
 
 @functools.cache

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynaflow.errors import DynaFlowError, nearest, user_line
+from dynaflow import checked
+from dynaflow.errors import DynaFlowError, nearest, shown, user_line
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -38,15 +39,18 @@ def offload(model: Model, device: torch.device | str, match: str | Sequence[str]
     `named_parameters` gives. With gradients on, these arrive at the parameter, on the host; what autograd saves for the
     backward pass stays on the device until then.
     """
-    place = _with_index(torch.device(device))
-    globs = [match] if isinstance(match, str) else list(match)
+    _check_module("offload", model)
+    place = _place(device)
+    advice = 'pass a glob on the paths of parameters, or several: ["*.mlp.*"]'
+    globs = [match] if isinstance(match, str) else checked.names(match, "offload(match)", advice)
+    at_least = checked.integer(at_least, "offload(at_least)", "pass a number of bytes", least=0)
     owners = _owners(model)
     names = [name for held in owners.values() for name, _, _ in held]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             close = ", ".join(nearest(glob, names)) or "none: the model has no parameters"
             raise DynaFlowError(
-                f"offload: no parameter fits {glob!r}", line=user_line(), advice=f"the nearest names are {close}"
+                f"offload: no parameter fits {shown(glob)}", line=user_line(), advice=f"the nearest names are {close}"
             )
     moved = {
         tensor: held
@@ -77,6 +81,7 @@ def offload(model: Model, device: torch.device | str, match: str | Sequence[str]
 
 def restore(model: Model) -> Model:
     """Takes `offload` back: every parameter and buffer is used as it is again, on the device where it was before."""
+    _check_module("restore", model)
     origins = model.__dict__.pop(_ORIGINS, None)
     if origins is None:
         raise DynaFlowError(
@@ -149,6 +154,23 @@ torch.library.register_autograd("dynaflow::fetch", _gradient, setup_context=_kee
 
 
 # Inside
+
+
+def _check_module(who: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise DynaFlowError(f"{who}: {shown(model)} is no module", line=user_line(), advice="pass a torch.nn.Module")
+
+
+def _place(device: Any) -> torch.device:
+    try:
+        found = _with_index(torch.device(device))
+        if found.type == "meta":
+            raise ValueError("it holds no data")
+        torch.empty(0, device=found)
+        return found
+    except Exception as e:  # no such device, or a torch without it
+        why = f"offload: no device {shown(device)}: {str(e).splitlines()[0].split('. ')[0]}"
+        raise DynaFlowError(why, line=user_line(), advice='name one that torch has: "cuda", "cpu"') from None
 
 
 def _with_index(device: torch.device) -> torch.device:

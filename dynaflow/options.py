@@ -11,7 +11,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynaflow.errors import DynaFlowError
+import torch
+
+from dynaflow import checked
+from dynaflow.errors import DynaFlowError, shown
 from dynaflow.schedule.base import OpSchedulerBase, Sequential, checked_scheduler
 from dynaflow.strategies import make
 
@@ -40,7 +43,7 @@ ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "DYNAFLOW_SCHEDULER_OPTIONS": ("scheduler_options", json.loads),
     "DYNAFLOW_OPERATORS": ("operators", str),
     "DYNAFLOW_CUDAGRAPH": ("cudagraph", str),
-    "DYNAFLOW_VERIFY": ("verify", lambda text: bool(json.loads(text))),
+    "DYNAFLOW_VERIFY": ("verify", lambda text: {"0": False, "false": False, "1": True, "true": True}[text.lower()]),
 }
 """Variable -> the option that it sets, and how it is read."""
 
@@ -54,8 +57,8 @@ def configure(**options: Any) -> contextlib.AbstractContextManager[Any]:
     """
     global _configured
     before = _configured
+    options = check_options(options)
     after = {name: value for name, value in combined(before, options).items() if value is not None}
-    check_options(options)
     scheduler_of(**after)
     _configured = after
     undo = contextlib.ExitStack()
@@ -79,15 +82,13 @@ def combined(far: Options, near: Options) -> dict[str, Any]:
     return {**kept, **near}
 
 
-def check_options(options: Options) -> None:
-    """Raises if there is no such option, or a value that it can't have."""
-    for name in options:
+def check_options(options: Options) -> dict[str, Any]:
+    """The options as they are used. Raises if there is no such option, or a value that it can't have."""
+    for name in checked.mapping(options, "options", 'pass options by name: {"scheduler": "nanoflow"}'):
         if name not in OPTIONS:
-            raise DynaFlowError(f"unknown option {name!r}", advice=f"the options are {', '.join(OPTIONS)}")
-    if options.get("operators") not in (None, "inductor", "eager"):
-        raise DynaFlowError(f"operators={options['operators']!r}", advice='say "inductor" or "eager"')
-    if options.get("cudagraph") not in (None, "plan", "pieces"):
-        raise DynaFlowError(f"cudagraph={options['cudagraph']!r}", advice='say "plan", "pieces" or None')
+            raise DynaFlowError(f"unknown option {shown(name)}", advice=f"the options are {', '.join(OPTIONS)}")
+    usual = lambda value, _: value  # noqa: E731
+    options = {k: None if v is None else CHECKS.get(k, usual)(v, k) for k, v in options.items()}
     if options.get("offload_most") is not None and options.get("offload_saved") is None:
         raise DynaFlowError(
             "offload_most= without offload_saved=: nothing goes to host memory",
@@ -98,6 +99,64 @@ def check_options(options: Options) -> None:
             "verify=True with optimizer=: what runs beside the plan would make steps of its own",
             advice="verify the plans without optimizer=, and then train",
         )
+    return options
+
+
+def _one_of(*allowed: str) -> Callable[[Any, str], str]:
+    def check(value: Any, what: str) -> str:
+        if not isinstance(value, str) or value not in allowed:
+            raise checked.wrong(what, value, f"say {' or '.join(map(repr, allowed))}")
+        return value
+
+    return check
+
+
+def _batch_dims(value: Any, what: str) -> dict[str, int | None]:
+    advice = 'say on which dim each input carries the batch: {"input_ids": 0}'
+    given = checked.mapping(value, what, advice)
+    return {n: None if d is None else checked.integer(d, f"{what}[{n!r}]", advice) for n, d in given.items()}
+
+
+def _dynamic_dims(value: Any, what: str) -> dict[str, list[int]]:
+    advice = 'list the dims that vary: {"input_ids": [1]}'
+    found = {}
+    for name, dims in checked.mapping(value, what, advice).items():
+        here = f"{what}[{name!r}]"
+        found[name] = [checked.integer(d, here, advice) for d in checked.several(dims, here, advice)]
+    return found
+
+
+def _facts(value: Any, what: str) -> Any:
+    advice = 'pass a mapping, {"phase": "decode"}, or a function that returns one'
+    return value if callable(value) and not isinstance(value, type) else checked.mapping(value, what, advice)
+
+
+def _optimizer(value: Any, what: str) -> torch.optim.Optimizer:
+    if not isinstance(value, torch.optim.Optimizer):
+        raise checked.wrong(what, value, "pass an optimizer of torch.optim: SGD, Adam or AdamW")
+    return value
+
+
+def _bytes(value: Any, what: str) -> int:
+    return checked.integer(value, what, f"pass a number of bytes: {what}=1 << 20", least=0)
+
+
+CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "scheduler_options": lambda v, n: checked.mapping(v, n, 'pass the strategy\'s options by name: {"parts": 3}'),
+    "batch_dims": _batch_dims,
+    "dynamic_dims": _dynamic_dims,
+    "facts": _facts,
+    "operators": _one_of("inductor", "eager"),
+    "verify": checked.flag,
+    "check": checked.flag,
+    "cudagraph": _one_of("plan", "pieces"),
+    "static_inputs": lambda v, n: checked.names(v, n, 'list the names, or globs: ["past_key_values.*"]'),
+    "on_task": lambda v, n: checked.function(v, n, "pass a function: on_task(task, moment)"),
+    "offload_saved": _bytes,
+    "offload_most": _bytes,
+    "optimizer": _optimizer,
+}
+"""What becomes of the value of an option, if it is one that the option can have."""
 
 
 def scheduler_of(
@@ -116,7 +175,7 @@ def scheduler_of(
             f"scheduler_options={dict(scheduler_options)!r} without the name of a strategy",
             advice='give a name, scheduler="nanoflow"; or the options to your scheduler itself',
         )
-    return checked_scheduler(scheduler or Sequential())
+    return checked_scheduler(Sequential() if scheduler is None else scheduler)
 
 
 def _from_environment() -> dict[str, Any]:
@@ -125,7 +184,7 @@ def _from_environment() -> dict[str, Any]:
         if text := os.environ.get(variable):
             try:
                 found[option] = read(text)
-            except ValueError:
+            except (ValueError, KeyError, RecursionError):
                 raise DynaFlowError(
                     f"{variable}={text!r} can't be read",
                     advice='write it as JSON: {"parts": 3} for options, 1 or 0 for a flag',

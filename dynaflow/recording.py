@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dynaflow import _torch
-from dynaflow.errors import RecordingError
+from dynaflow import _torch, checked, forks
+from dynaflow.errors import RecordingError, shown
 from dynaflow.lower.lower import Lowered
 from dynaflow.lower.marks import Marks
 from dynaflow.schedule.plan import Plan
@@ -54,8 +54,7 @@ AGAIN = "a CUDA graph tells the times of its last launch alone"
 def record(keep: int = KEPT) -> Iterator[Recording]:
     """Records the calls of all compiled models, in all threads, until the block ends; of each plan the last `keep`."""
     global now
-    if keep < 1:
-        raise RecordingError(f"keep={keep}", advice="keep one call of each plan at least")
+    keep = checked.integer(keep, "keep", "keep one call of each plan at least", least=1, error=RecordingError)
     with unheard(keep) as recording:
         now = recording
         try:
@@ -231,7 +230,7 @@ class Recording:
         self.others: Counts[str] = Counts()
         """Calls that could not be recorded, by the reason."""
         self._keep = keep
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._raw: dict[object, deque[_Raw]] = {}
         self._bases: dict[torch.device, tuple[Any, float]] = {}
         """By device: an event, and the host's time at which it was."""
@@ -340,7 +339,12 @@ class Recording:
         profile: a torch.profiler.profile that has ended, or a trace that it has exported. Its events come along, in
         processes of their own, on one clock with ours: the wall clock, to some tens of microseconds.
         """
-        Path(path).write_text(json.dumps(self.trace(profile)))
+        text = json.dumps(self.trace(profile))
+        try:
+            Path(path).write_text(text)
+        except (OSError, TypeError) as e:
+            advice = "name a file in a folder that is there"
+            raise RecordingError(f"{shown(path)} can't be written: {e}", advice=advice) from e
 
     def report(self, engine: Engine | None = None) -> Report:
         """Of the plan that took most of the time, of all models or of one. What the uncut graph takes is known if it
@@ -407,7 +411,7 @@ def _base(device: torch.device) -> tuple[Any, float]:
 
 _events: dict[torch.device, list[Any]] = {}
 """Spare ones: to make one takes longer than to record it."""
-_spare = threading.Lock()
+_spare = forks.lock()
 
 
 def _taken(count: int, device: torch.device) -> list[Any]:

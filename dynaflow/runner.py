@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
+from torch import fx
 
 from dynaflow import _torch, recording
 from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.ops import OpGraph
-from dynaflow.capture.probe import Contradiction, probe
+from dynaflow.capture.probe import Contradiction, Unschedulable, probe
+from dynaflow.capture.sharing import Overlap, Sharing, written_inputs
 from dynaflow.errors import DynaFlowError, PlanError
 from dynaflow.run.streams import capturing
+from dynaflow.schedule.split import request_count
 from dynaflow.verify import verified_run
 
 if TYPE_CHECKING:
@@ -47,6 +50,9 @@ class GraphRunner:
         self._probes: dict[Spaces, Any] = {}
         self.partitions: dict[Any, OpGraph] = {}
         """By the batch's symbols and a scheduler's rules."""
+        self._sharing = Sharing() if graph.phase == "inference" else None  # AOTAutograd's passes are looked at together
+        self._others: dict[tuple[tuple[int, int], ...] | None, GraphRunner] = {}
+        """For calls whose inputs share memory: by the positions of those in step, or None where some are not."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple([args[n] for n in self._numbers])
@@ -56,10 +62,18 @@ class GraphRunner:
         if spaces not in self._probes:
             try:
                 self._probes[spaces] = probe(self.graph, spaces)
+            except Unschedulable as e:
+                self.plain = str(e)
+                self._probes[spaces] = None
             except Contradiction as e:
                 self.plain = None if spaces else str(e)
                 self._probes[spaces] = self.probe(()) if spaces else None
         return self._probes[spaces]
+
+    def spaces(self, args: Sequence[Any], facts: Mapping[str, Any]) -> tuple[Spaces, dict[sympy.Symbol, int]]:
+        """The symbols that stand for the batch of a call, and what all symbols are worth in it."""
+        values = self.graph.symbol_values(args)
+        return self.graph.batch_spaces(values, request_count(facts.get("num_tokens"))), values
 
     def __call__(self, *args: Any) -> Any:
         return self.boxed(list(args))
@@ -77,12 +91,60 @@ class GraphRunner:
         return numbers.put_back(made, self._results(engine, args))
 
     def _results(self, engine: Engine, args: list[Any]) -> Any:
+        if self._sharing is not None and (other := self._for_memory_of(args, engine)) is not self:
+            return other._results(engine, args)
         situation = engine.situation(self, args)
         if situation.schedules.has_buckets and (padding := engine.padding(self, situation, args)) is not None:
-            how, rows, padded = padding
-            how.pad(args, rows, padded)
-            return how.results(self._run(engine, situation._replace(sizes=self.sizes(args)), args), rows, padded)
+            how, batch = padding
+            run = lambda grown: self._run(engine, situation._replace(sizes=self.sizes(grown)), grown)  # noqa: E731
+            return how.run(run, args, batch)
         return self._run(engine, situation, args)
+
+    def _for_memory_of(self, args: list[Any], engine: Engine) -> GraphRunner:
+        """The runner for inputs that share memory as these do: this one, unless one is written that others see."""
+        sharing = self._known_sharing()
+        found = sharing.find(args) if sharing is not None else ()
+        if sharing is None or not found:
+            return self
+        if sharing.written is None:
+            with engine.lock:
+                if self.probe(self.spaces(args, engine.facts())[0]) is None:
+                    self.run_plainly(self.plain or "")
+            return self._for_memory_of(args, engine)
+        clash, pairs = self._clash(found, args, engine), tuple((overlap.one, overlap.other) for overlap in found)
+        with engine.lock:
+            if (key := None if clash else pairs) not in self._others:
+                other = self._others[key] = GraphRunner(engine, self.graph.sharing(pairs))
+                other._sharing = None
+                if clash:
+                    other.run_plainly(clash.told([given.name for given in self.graph.inputs]))
+            return self._others[key]
+
+    def _clash(self, found: tuple[Overlap, ...], args: Sequence[Any], engine: Engine) -> Overlap | None:
+        """The first overlap that can't be split."""
+        if self.graph.grad:  # autograd sees that a slice was written by the version of all of it
+            return found[0]
+        with engine.lock:
+            spaces, values = self.spaces(args, engine.facts())
+            probe = self.probe(spaces)
+        return next((o for o in found if probe is None or not o.in_step(self.graph, probe, values)), None)
+
+    def _known_sharing(self) -> Sharing | None:
+        """What looks at the arguments; None once it is known that the graph writes none of them."""
+        if self._sharing is not None and self._sharing.written is None:
+            known = next((p for p in self._probes.values() if p is not None), None)
+            if self.plain or known is not None:
+                written = written_inputs(self.graph, known) if known is not None else frozenset()
+                self._sharing = Sharing(written) if written else None
+        return self._sharing
+
+    def run_plainly(self, why: str) -> None:
+        """From now on, the graph as it is, whatever its inputs share."""
+        engine = self._engine()
+        assert engine is not None, "called by a compiled model that is gone"
+        self.plain, self._sharing = why, None
+        engine.stats.plain_graphs += 1
+        engine.stats.plain_reasons.append(why)
 
     def _run(self, engine: Engine, situation: Situation, args: list[Any]) -> Any:
         lowered = engine.find(self, situation, args)
@@ -114,6 +176,22 @@ class GraphRunner:
             recorder.missed("it was captured in a CUDA graph by the caller")
             return lowered(args)
         return recorder.run(marked, args, engine)
+
+
+class PlainRunner:
+    """A graph that runs as it was captured, as Dynamo calls it."""
+
+    def __init__(self, engine: Engine, gm: fx.GraphModule, why: str) -> None:
+        self._engine = weakref.ref(engine)
+        self._gm, self._why = gm, f"the graph runs plainly: {why}"
+
+    def __call__(self, *args: Any) -> Any:
+        engine = self._engine()
+        if engine is not None and engine.local.plan_only:
+            raise PlanError(self._why, advice="see stats.plain_reasons")
+        if recording.now is not None:
+            recording.now.missed(self._why)
+        return self._gm(*args)
 
 
 class Raiser:

@@ -12,7 +12,7 @@ class Stats:
     graph_breaks: int = 0
     """Graphs that end where the model can't be captured; the code in between runs plainly."""
     plain_graphs: int = 0
-    """Graphs that could not be analysed and run plainly."""
+    """Graphs that run plainly: they could not be analysed, or inputs of a call share memory that the graph writes."""
     plain_reasons: list[str] = field(default_factory=list)
     partitions: int = 0
     """Times that a graph was cut."""
@@ -35,6 +35,8 @@ class Stats:
     operators_compiled: int = 0
     operators_shared: int = 0
     """Operators that found an equal one compiled."""
+    compile_failures: list[str] = field(default_factory=list)
+    """What the compiler failed on, and why: it runs uncompiled."""
     joined_bytes: int = 0
     """Bytes copied to join micro-batches, in the last run."""
     arena_bytes: int = 0

@@ -1,7 +1,8 @@
 """Texts kept on disk, so that a new process finds what an earlier one worked out.
 
 A store is a help and never a duty: whatever goes wrong with the disk means "not there", and one warning.
-The folder is DYNAFLOW_CACHE_DIR, or else dynaflow in the user's cache folder; DYNAFLOW_CACHE=0 turns it off.
+The folder is DYNAFLOW_CACHE_DIR, or else dynaflow in the user's cache folder; DYNAFLOW_CACHE=0 turns it off. It is
+made for the user alone. What is in it decides how models run, so one in which others can write is not used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -41,6 +43,8 @@ class Store:
             path = self._path(key)
             if not path.is_file():  # a pipe in its place would block
                 return None
+            for place in (path.parent.parent, path.parent, path):
+                only_mine(place)
             return _decoded(path.read_bytes(), self.kind, key)
         except FileNotFoundError:  # removed in between
             return None
@@ -53,7 +57,8 @@ class Store:
             return
         try:
             path = self._path(key)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (path.parent.parent, path.parent):
+                made(folder)
             _write(path, _encoded(self.kind, key, text))
             if next(self._writes) % TRIM_EVERY == 0:
                 _trim(path.parent)
@@ -62,6 +67,22 @@ class Store:
 
     def _path(self, key: str) -> Path:
         return (self._root or default_root()) / self.kind / hashlib.sha256(_bytes(key)).hexdigest()
+
+
+def made(folder: Path) -> None:
+    """The folder is there, for the user alone. Raises OSError if it can't be, or if others can write in it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    only_mine(folder)
+
+
+def only_mine(path: Path) -> None:
+    """Raises PermissionError if others can write there: what they leave would be taken for the user's own."""
+    info = path.stat()
+    mine = getattr(os, "geteuid", lambda: info.st_uid)()
+    if info.st_uid != mine:
+        raise PermissionError(f"{path} belongs to user {info.st_uid}, not to {mine}: nothing is read from it")
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others can write to {path}, so nothing is read from it; chmod go-w {path}")
 
 
 def enabled() -> bool:

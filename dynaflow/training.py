@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from dynaflow import _torch
+from dynaflow import _torch, checked
 from dynaflow.api import compile
 from dynaflow.capture.graph import BatchDims, is_named
-from dynaflow.errors import SplitError
+from dynaflow.errors import SplitError, shown
 from dynaflow.schedule.base import OpSchedulerBase
-from dynaflow.schedule.split import split_rows
+from dynaflow.schedule.split import parts_of, split_rows
 
 IGNORED = -100
 """The label that torch's losses leave out."""
@@ -56,23 +56,28 @@ class TrainStep:
         batch_dims: BatchDims | None = None,
         **options: Any,
     ) -> None:
-        if in_flight < 1 or micro_batches == 0 or reduction not in ("mean", "sum"):
-            raise SplitError(
-                f"TrainStep(micro_batches={micro_batches!r}, in_flight={in_flight}, reduction={reduction!r})",
-                advice='at least one micro-batch, one of them in flight, and a reduction that is "mean" or "sum"',
-            )
+        advice = 'at least one micro-batch, one of them in flight, and a reduction that is "mean" or "sum"'
+        in_flight = checked.integer(in_flight, "in_flight", advice, least=1, most=1024, error=SplitError)
+        micro_batches = parts_of(micro_batches, "TrainStep.micro_batches")
+        if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
+            raise checked.wrong("reduction", reduction, advice, SplitError)
+        if weight is not None:
+            how = "pass a function of the inputs that returns a number"
+            checked.function(weight, "weight", how, SplitError)
         if options.get("optimizer") is not None:
             raise SplitError(
                 "TrainStep(optimizer=...) would make a step for each micro-batch",
                 advice="call optimizer.step() when the step is done; compile(..., optimizer=...) takes whole batches",
             )
+        if not callable(model) or isinstance(model, type):
+            raise SplitError(f"{shown(model)} is no model", advice="pass a module, or a function that returns the loss")
         self.models = [compile(_to_loss(model), scheduler, batch_dims=batch_dims, **options) for _ in range(in_flight)]
         """One for each stream; on CPU all micro-batches go through the first."""
         self._micro_batches, self._batch_dims = micro_batches, batch_dims
         self._mean, self._weight, self._shifted = reduction == "mean", weight, _shifts_labels(model)
         self._signature = inspect.signature(self.models[0])
         for compiled in self.models:
-            compiled._engine.refuse = _refuse_batch_norm
+            compiled._df_engine.refuse = _refuse_batch_norm
         self._sides: dict[torch.device, list[torch.cuda.Stream]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -27,6 +27,13 @@ def verified_run(lowered: Lowered, args: Sequence[Any], whole: Callable[[], Boxe
     `whole` makes what runs the uncut graph as the operators are run: compiled code draws other random numbers than
     torch itself, so it stands for a plain model that draws any.
     """
+    if keeps := next((op for op in lowered.graph.ops if op.keeps), None):
+        raise VerifyError(
+            f"{keeps.name} keeps a state, from which a second run goes on: it can't be compared with the plain model",
+            op=keeps.name,
+            line=keeps.line,
+            advice="leave out verify=True, and compare with the plain model's results yourself, from the same state",
+        )
     graph = lowered.graph.graph
     plain_args, spare_args = _copy(args), _copy(args)
     plain = whole() if any(_draws(op) for op in lowered.graph.ops) else lambda box: graph.gm(*box)
@@ -55,18 +62,23 @@ def difference(expected: Any, found: Any) -> str | None:
         return None if expected == found else f"{found!r} instead of {expected!r}"
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"{found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
-    e, f = expected.detach(), found.detach()
+    e, f = _real(expected.detach()), _real(found.detach())
     if not e.is_floating_point():
         return None if torch.equal(e, f) else f"{int((e != f).sum())} of {e.numel()} elements differ"
-    bad = (e.isnan() != f.isnan()) | (e.isinf() != f.isinf())
+    bad = (e.isnan() != f.isnan()) | ((e != f) & (e.isinf() | f.isinf()))
     if bad.any():
-        return f"{int(bad.sum())} of {e.numel()} elements are finite in one and not in the other"
+        return f"{int(bad.sum())} of {e.numel()} elements are infinite or NaN in one and not in the other"
     finite = e.isfinite()
     if not finite.any():
         return None
     gap = (e - f)[finite].abs().max().item()
     scale = max(1.0, e[finite].abs().max().item())
     return None if gap <= TOLERANCE.get(e.dtype, 1e-4) * scale else f"off by up to {gap:.3g} (values up to {scale:.3g})"
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts: they are rounded like any other number."""
+    return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor
 
 
 def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> VerifyError:

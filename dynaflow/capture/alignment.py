@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,7 +22,19 @@ from dynaflow import _torch
 
 Label = Hashable | None
 Labels = tuple[Label, ...]
-Dims = list[int | None]
+
+
+class Merged(NamedTuple):
+    """A dim in which the rows lie behind another dim that was merged into it, as `(s, rows)` viewed as `(s * rows,)`:
+    all rows come `behind` times over. No range of such a dim is a range of rows."""
+
+    dim: int
+    behind: int
+
+
+Place = int | Merged | None
+"""The dim on which a tensor carries the batch, if it does."""
+Dims = list[Place]
 
 T = TypeVar("T")
 
@@ -64,7 +76,7 @@ class Call:
     func: _torch.OpOverload
     outs: list[torch.Tensor]
     rows: int
-    dim_of: Callable[[torch.Tensor], int | None]
+    place_of: Callable[[torch.Tensor], Place]
     bound: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -75,15 +87,9 @@ class Call:
         kwargs: dict[str, Any],
         outs: list[torch.Tensor],
         rows: int,
-        dim_of: Callable[[torch.Tensor], int | None],
+        place_of: Callable[[torch.Tensor], Place],
     ) -> Call:
-        bound = {}
-        for place, argument in enumerate(func._schema.arguments):
-            if place < len(args):
-                bound[argument.name] = args[place]
-            else:
-                bound[argument.name] = kwargs.get(argument.name, argument.default_value)
-        return cls(func, outs, rows, dim_of, bound)
+        return cls(func, outs, rows, place_of, bind(func._schema, args, kwargs))
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
@@ -93,6 +99,14 @@ class Call:
 
     def refuse(self, why: str) -> Refusal:
         return Refusal(f"{self} {why}")
+
+    def dim_of(self, tensor: torch.Tensor) -> int | None:
+        return dim_in(self.place_of(tensor))
+
+    def behind(self, tensor: torch.Tensor) -> int:
+        """How many times over the rows come in a tensor."""
+        place = self.place_of(tensor)
+        return place.behind if isinstance(place, Merged) else 1
 
     def is_batch(self, size: object) -> bool:
         """Does this size come from the batch? (rows is twice a prime that divides no static size)"""
@@ -108,16 +122,54 @@ class Call:
 
     def written(self) -> list[torch.Tensor]:
         """The tensors the operator writes, in the order of the schema."""
+        names = written_names(self.func._schema, self.bound)
+        return [t for name in names for t in leaves(self.bound[name])]
+
+    def returned(self) -> list[torch.Tensor | None]:
+        """For each result, the argument that it is, where the operator writes one and returns it."""
         schema = self.func._schema
-        return [
-            t
-            for a in schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write
-            for t in leaves(self.bound[a.name])
-        ]
+        written = {frozenset(a.alias_info.before_set): self.bound[a.name] for a in schema.arguments if a.alias_info}
+        aliases = [r.alias_info for r in schema.returns]
+        found = [written.get(frozenset(a.before_set)) if a is not None and a.is_write else None for a in aliases]
+        return [t if isinstance(t, torch.Tensor) else None for t in found]
+
+    def given_out(self) -> list[torch.Tensor]:
+        """The tensors given as `out=`."""
+        return [t for a in self.func._schema.arguments if a.is_out for t in leaves(self.bound[a.name])]
 
     def carries(self) -> bool:
         return any(self.dim_of(t) is not None for t in (*self.inputs(), *self.written()))
+
+
+def bind(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names, those that were left out too."""
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in schema.arguments}
+
+
+_STATISTICS = {f"aten::{name}" for name in (
+    "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
+    "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts")}  # fmt: skip
+"""They write `running_mean` and `running_var` in training. Their schemas say never, or always."""
+
+
+def written_names(schema: Any, bound: dict[str, Any]) -> list[str]:
+    """The arguments that a call writes, in the order of the schema."""
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if schema.name not in _STATISTICS:
+        return names
+    statistics = [name for name in ("running_mean", "running_var") if name in bound]
+    others = [name for name in names if name not in statistics]
+    return [*statistics, *others] if bound.get("training", True) else others
+
+
+def dim_in(place: Place) -> int | None:
+    """The dim alone, however the rows lie in it."""
+    return place.dim if isinstance(place, Merged) else place
+
+
+def place_at(dim: int, behind: int) -> Place:
+    return dim if behind == 1 else Merged(dim, behind)
 
 
 def by_name(table: dict[str, T]) -> dict[str, T]:
@@ -157,7 +209,7 @@ def from_right(ndim: int) -> Labels:
 def settle(call: Call, signature: Signature) -> Dims | Refusal:
     """Follows the batch from the operands of a call to its outputs."""
     label: Label = MIXED
-    size = 0
+    size, behind = 0, 1
     listed = Counter(id(operand.tensor) for operand in signature.operands)
     for tensor in call.inputs():
         listed[id(tensor)] -= 1  # a tensor may be given twice, and listed only once
@@ -170,9 +222,10 @@ def settle(call: Call, signature: Signature) -> Dims | Refusal:
             continue
         if operand.labels[dim] is MIXED:
             return call.refuse(f"runs along the batch dimension (dim {dim})")
-        if label is not MIXED and (operand.labels[dim], operand.tensor.shape[dim]) != (label, size):
+        here = operand.labels[dim], operand.tensor.shape[dim], call.behind(operand.tensor)
+        if label is not MIXED and here != (label, size, behind):
             return call.refuse("takes tensors whose batch dimensions do not line up")
-        label, size = operand.labels[dim], operand.tensor.shape[dim]
+        label, size, behind = here
     if label is not MIXED:
         for operand in signature.operands:
             if call.dim_of(operand.tensor) is not None or label not in operand.labels:
@@ -188,7 +241,7 @@ def settle(call: Call, signature: Signature) -> Dims | Refusal:
         elif label not in labels or out.shape[labels.index(label)] != size:
             return call.refuse("does not keep the batch dimension whole")
         else:
-            dims.append(labels.index(label))
+            dims.append(place_at(labels.index(label), behind))
     return dims
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
+from dynaflow.capture.alignment import Place, bind, written_names
 
 RNG = -1
 """Stands for the random generator's state among the storages."""
-Dims = tuple[int | None, ...]
+Dims = tuple[Place, ...]
 """On which dim a tensor carries each space of rows."""
 
 
@@ -21,9 +22,8 @@ def is_view(schema: Any) -> bool:
 
 def written_tensors(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Those among the arguments that the call writes."""
-    given = list(zip(schema.arguments, args, strict=False))
-    given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-    return tensors_in([value for a, value in given if a.alias_info and a.alias_info.is_write])
+    bound = bind(schema, args, kwargs)
+    return tensors_in([bound[name] for name in written_names(schema, bound)])
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -74,6 +74,14 @@ def _cut_inside(work: list[fx.Node], claims: dict[fx.Node, Claim | None], probe:
     return broken
 
 
+def is_inside(node: fx.Node, key: tuple[str, ...]) -> bool:
+    """Whether a node lies in the region of a claim, though another rule may have cut it out."""
+    kind, *where = key
+    if kind == "module":
+        return where[0] in module_calls(node)
+    return kind == "mark" and any(entry == where[0] for entry, _ in marks_of(node))
+
+
 def _mark_regions(work: list[fx.Node]) -> dict[str, list[str]]:
     """For each entry of a mark: the calls of modules that hold all of it, outermost first."""
     regions: dict[str, list[str]] = {}

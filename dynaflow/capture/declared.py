@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from torch import fx
 
-from dynaflow import _torch
+from dynaflow import _torch, checked
 from dynaflow.capture.alignment import Call, Dims, Refusal
-from dynaflow.errors import PartitionError, user_line
+from dynaflow.errors import PartitionError, shown, user_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +24,22 @@ class Collective:
     named: Callable[[Any], str]
 
 
-_globs: dict[str, frozenset[str]] = {}
-"""Names of operators -> which of their arguments must be complete for earlier rows, too."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByRows:
+    """How operators work by rows: see `by_rows`."""
+
+    follows: frozenset[str] = frozenset()
+    state: frozenset[str] = frozenset()
+    flat: bool = False
+
+
+_globs: dict[str, ByRows] = {}
 _collectives: dict[str, Collective] = {}
 _left_alone: set[str] = set()
 _capturable: set[str] = set()
 
 
-def by_rows(*operators: Any, follows: Sequence[str] = ()) -> None:
+def by_rows(*operators: Any, follows: Sequence[str] = (), state: Sequence[str] = (), flat: bool = False) -> None:
     """Declares that custom operators, given a part of the rows (dim 0), give or write that part of their results.
 
     Each is an operator (`torch.ops.mine.gather`) or a glob on names ("mine::*"). A rule with `splittable=True` says
@@ -38,9 +47,21 @@ def by_rows(*operators: Any, follows: Sequence[str] = ()) -> None:
 
     `follows`: names of arguments that stand for something which the operator needs of all earlier rows as well, such as
     a cache that another operator fills: what makes them runs for all earlier micro-batches before.
+
+    `state`: names of arguments that name a state which the operator reads and writes, and which no tensor among its
+    arguments shows, such as that of a recurrent layer: all calls on one state run for all earlier micro-batches before.
+    But calls that get an argument in `follows` only read, and those that make it only write: one does not wait for
+    another of its kind.
+
+    `flat`: dims of size 1 before the rows make no difference to the operators.
     """
-    for name in _names("by_rows", operators):
-        _globs[name] = frozenset(follows)
+    advice = 'list the names of arguments: follows=["cache"]'
+    how = ByRows(
+        follows=frozenset(checked.names(follows, "by_rows(follows)", advice, PartitionError)),
+        state=frozenset(checked.names(state, "by_rows(state)", advice, PartitionError)),
+        flat=flat,
+    )
+    _globs.update(dict.fromkeys(_names("by_rows", operators), how))
 
 
 def collective(*operators: Any, group: str, dim: str | int | None = None, named: Callable[[Any], str] = str) -> None:
@@ -54,6 +75,14 @@ def collective(*operators: Any, group: str, dim: str | int | None = None, named:
     named: gives torch's name of the group (`ProcessGroup.group_name`) for that argument, where the library has names of
         its own.
     """
+    if not isinstance(group, str) or not callable(named):
+        raise PartitionError(
+            f"collective(group={shown(group)}, named={shown(named)})",
+            line=user_line(),
+            advice="pass the name of the argument that names the group, and a function that gives torch's name of it",
+        )
+    if dim is not None and not isinstance(dim, str):
+        dim = checked.integer(dim, "collective(dim)", "pass a dim, or the argument that says it", error=PartitionError)
     for name in _names("collective", operators):
         _collectives[name] = Collective(group=group, dim=dim, named=named)
 
@@ -76,7 +105,7 @@ def _names(who: str, operators: Sequence[Any]) -> list[str]:
     for operator in operators:
         if not isinstance(operator, (str, _torch.OpOverload, _torch.OpOverloadPacket)):
             raise PartitionError(
-                f"{who}: {operator!r} is no operator",
+                f"{who}: {shown(operator)} is no operator",
                 line=user_line(),
                 advice='pass an operator of torch.ops, or a glob such as "mine::*"',
             )
@@ -84,8 +113,19 @@ def _names(who: str, operators: Sequence[Any]) -> list[str]:
     return names
 
 
-def is_by_rows(func: _torch.OpOverload) -> bool:
-    return any(fnmatchcase(func.overloadpacket._qualified_op_name, glob) for glob in _globs)
+def by_rows_of(target: Any) -> ByRows | None:
+    """What was said of a call's target, if it was said to work by rows; of what several globs say, all holds."""
+    packet = _torch.packet_of(target)
+    if not isinstance(packet, _torch.OpOverloadPacket):
+        return None
+    found = [how for glob, how in _globs.items() if fnmatchcase(packet._qualified_op_name, glob)]
+    if not found:
+        return None
+    return ByRows(
+        follows=frozenset().union(*(how.follows for how in found)),
+        state=frozenset().union(*(how.state for how in found)),
+        flat=any(how.flat for how in found),
+    )
 
 
 def collective_of(target: Any) -> Collective | None:
@@ -116,16 +156,26 @@ def leaves_some_alone(gm: fx.GraphModule) -> bool:
     return any(is_left_alone(node) for node in gm.graph.nodes)
 
 
-def followed(node: fx.Node) -> list[fx.Node]:
-    """The arguments of a call that must be complete for earlier rows, too."""
-    packet = _torch.packet_of(node.target)
-    if not isinstance(packet, _torch.OpOverloadPacket):
-        return []
-    found = (args for glob, args in _globs.items() if fnmatchcase(packet._qualified_op_name, glob))
-    wanted = frozenset[str]().union(*found)
-    if not wanted:
-        return []
-    return [given for name, given in arguments(node).items() if name in wanted and isinstance(given, fx.Node)]
+def followed(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Of each call that needs something of earlier rows: the calls that must have run for these."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    states: dict[fx.Node, set[Any]] = {}
+    for node in graph.nodes:
+        how = by_rows_of(node.target) if node.op == "call_function" else None
+        if how is None or not how.follows | how.state:
+            continue
+        given = arguments(node)
+        if makers := [given[name] for name in how.follows if isinstance(given.get(name), fx.Node)]:
+            found[node] = makers
+        if named := {given[name] for name in how.state if given.get(name) is not None}:
+            states[node] = named
+    # Who reads what another leaves waits for that one alone; of the others nobody knows what they read and write.
+    both = states.keys() - found.keys() - {maker for makers in found.values() for maker in makers}
+    for node, named in states.items():
+        others = [n for n in (states if node in both else both) if named & states[n]]
+        if others:
+            found[node] = [*found.get(node, ()), *others]
+    return found
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -136,6 +186,14 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def rule(call: Call) -> Dims | Refusal:
-    if any(call.dim_of(tensor) not in (0, None) for tensor in call.inputs()):
-        return call.refuse("is declared to work by rows, but does not get them on dim 0")
-    return [0 if out.ndim and out.shape[0] and out.shape[0] % call.rows == 0 else None for out in call.outs]
+    how = by_rows_of(call.func)
+    flat = how is not None and how.flat
+    for tensor in call.inputs():
+        dim = call.dim_of(tensor)
+        if dim and not (flat and prod(tensor.shape[:dim]) == 1):
+            return call.refuse("is declared to work by rows, but does not get them on dim 0")
+    dims: Dims = []
+    for out in call.outs:
+        dim = next((d for d, size in enumerate(out.shape) if size != 1), 0) if flat else 0
+        dims.append(dim if out.ndim and out.shape[dim] and out.shape[dim] % call.rows == 0 else None)
+    return dims

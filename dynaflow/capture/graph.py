@@ -5,11 +5,12 @@ Dynamo takes some of that back once its compile ends, so all of it is read here,
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -19,8 +20,11 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.capture.calls import Dims
 from dynaflow.capture.collectives import make_contiguous
+from dynaflow.capture.higher_order import drop_unused_numbers
 from dynaflow.capture.numbers import Numbers
+from dynaflow.capture.rules import unwrapped
 from dynaflow.capture.shards import use_shards
 from dynaflow.errors import SplitError, nearest
 
@@ -72,8 +76,6 @@ class Input:
     """None for a number."""
     symbol: sympy.Expr | None
     """What a number stands for."""
-    storage: int | None
-    """Identity of the example's storage: inputs may be views of one another."""
     batch_dim: int | None = None
     """Where the user says that it carries the batch."""
     still: bool = False
@@ -82,6 +84,8 @@ class Input:
     """In host memory that the copy engine can reach."""
     thing: Thing | None = None
     """What it is, if neither a tensor nor a number."""
+    memory: int | None = None
+    """Inputs with the same number share memory, row by row."""
 
     @property
     def kind(self) -> Shape | sympy.Expr | Thing | None:
@@ -101,13 +105,20 @@ class CapturedGraph:
         phase: Phase = "inference",
         partial: bool | None = None,
         batch_symbols: tuple[sympy.Symbol, ...] | None = None,
+        saved: frozenset[fx.Node] = frozenset(),
+        forward: CapturedGraph | None = None,
     ) -> None:
         """`phase`: "forward" or "backward" if it is one of the passes of training, without what autograd does.
-        `batch_symbols`: what may stand for the batch, where inputs don't tell."""
-        self.gm, self.phase = gm, phase
+        `batch_symbols`: what may stand for the batch, where inputs don't tell.
+        `saved`: results of a forward pass that only its backward pass gets.
+        `forward`: of a backward pass, the forward pass that saved some of its inputs."""
+        self.gm, self.phase, self.saved, self.forward = gm, phase, saved, forward
+        self.merged: dict[Any, dict[str, Dims]] = {}
+        """For each choice of the batch's symbols: where results carry the rows behind another dim, by their names."""
         self.partial = _torch.is_part(gm) if partial is None else partial
         self.grad = torch.is_grad_enabled() and phase == "inference"
         make_contiguous(gm)
+        drop_unused_numbers(gm)
         self.numbers = Numbers(gm)
         """Those that the graph makes of numbers alone."""
         self.shards = use_shards(gm)
@@ -139,6 +150,18 @@ class CapturedGraph:
             symbols = given.shape.size[dim].free_symbols if dim is not None else ()
             if len(symbols) == 1:
                 yield from symbols
+
+    def sharing(self, pairs: Sequence[tuple[int, int]]) -> CapturedGraph:
+        """The same graph for calls in which the inputs at these positions share memory, row by row."""
+        memory = list(range(len(self.inputs)))
+        for one, other in pairs:
+            memory = [memory[one] if m == memory[other] else m for m in memory]
+        made = copy.copy(self)
+        made.inputs = [
+            replace(given, memory=m if memory.count(m) > 1 else None)
+            for given, m in zip(self.inputs, memory, strict=True)
+        ]
+        return made
 
     @property
     def idle(self) -> frozenset[int]:
@@ -290,9 +313,21 @@ def span(size: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if prod(size) else 0
 
 
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """No holes and no overlap."""
+    return span(size, stride) == prod(size) and all(s > 0 or n == 1 for n, s in zip(size, stride, strict=True))
+
+
+def per_row(size: sympy.Expr, batch: frozenset[sympy.Symbol]) -> sympy.Expr | None:
+    """How much of a dim belongs to one row of the batch that these symbols stand for; None if it is no multiple."""
+    rows = next(iter(batch))
+    each = sympy.expand(size.xreplace(dict.fromkeys(batch, rows)) / rows)
+    return None if rows in each.free_symbols else each
+
+
 def input_name(source: str, parameters: Sequence[str] = ()) -> str:
     """Dynamo's source text as the user would say it: L['kwargs']['cache'].layers[0].keys -> cache.layers.0.keys"""
-    text = source.replace("._modules", "").replace("._parameters", "").replace("._buffers", "")
+    text = unwrapped(source).replace("._modules", "").replace("._parameters", "").replace("._buffers", "")
     text = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", text)
     text = re.sub(r"^[LG]\.", "", text)
     place = re.match(r"args\.(\d+)", text)
@@ -335,7 +370,6 @@ def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str,
         owned=owned,
         shape=Shape.of(example) if tensor else None,
         symbol=None if tensor else _torch.expression(example) if isinstance(example, (int, torch.SymInt)) else None,
-        storage=_torch.storage_id(real) if tensor and isinstance(real, torch.Tensor) else None,
         batch_dim=declared.get(input_name(source, parameters)),
         still=tensor and _is_still(real, owned),
         pinned=type(real) in (torch.Tensor, torch.nn.Parameter) and not real.is_cuda and real.is_pinned(),

@@ -95,6 +95,24 @@ def _searchsorted(call: Call) -> Signature:
     return Signature(operands, [straight(out.ndim, {out.ndim - 1}) for out in call.outs])
 
 
+def _layer(call: Call) -> Signature:
+    """A whole layer, the batch first. A mask of type 0 is one of positions, which all rows share."""
+    given = [call.bound.get(name) for name in ("src", "query", "key", "value")]
+    if call.bound.get("mask_type"):
+        given.append(call.bound.get("mask"))
+    operands = [Operand(t, (0, *(MIXED,) * (t.ndim - 1))) for t in given if isinstance(t, torch.Tensor)]
+    return Signature(operands, [(0, *(MIXED,) * (out.ndim - 1)) for out in call.outs])
+
+
+def _trilinear(call: Call) -> Signature:
+    """Three tensors, each with new dimensions at the places in `expand`, are multiplied and summed over `sumdim`."""
+    given = [(call[f"i{n}"], set(call[f"expand{n}"])) for n in (1, 2, 3)]
+    ndim, summed = given[0][0].ndim + len(given[0][1]), set(call["sumdim"])
+    labels = straight(ndim, summed)
+    operands = [Operand(t, tuple(labels[d] for d in range(ndim) if d not in new), stretches=True) for t, new in given]
+    return Signature(operands, [tuple(labels[d] for d in range(ndim) if d not in summed)])
+
+
 def _never(why: str) -> Rule:
     return lambda call: call.refuse(why)
 
@@ -149,9 +167,6 @@ _SPELLED: dict[str, str] = {
     "_scaled_mm": "iJ,Jk,?iS,?Sk,k,-->ik",
     "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm": "iJ,-,-->iK",
     "_cdist_forward _euclidean_dist": "*pM,*rM->*pr",
-    # whole layers, the batch first
-    "_native_multi_head_attention": "bQD,bKD,bKD->b~",
-    "_transformer_encoder_layer_fwd": "bSD->bSD",
     # images
     "cudnn_convolution_add_relu": "n~,-,n~,-->n~",
     "native_group_norm": "n~,-,-->n~",
@@ -235,5 +250,7 @@ RULES: dict[str, Rule] = by_name(
            binary_cross_entropy_with_logits""": _loss(),
         "nll_loss_forward nll_loss2d_forward": _loss("n~,n~,-->n~,-"),
         "searchsorted": _searchsorted,
+        "_trilinear": _trilinear,
+        "_native_multi_head_attention _transformer_encoder_layer_fwd": _layer,
     }
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import sympy
 from torch import fx
@@ -22,6 +21,8 @@ class Value:
     name: str
     dims: tuple[int | None, ...]
     """On which dim it carries the rows of the batch (and, second, the requests of a ragged one)."""
+    merged: bool = False
+    """On that dim the rows lie behind another dim that was merged into theirs: parts are cut and joined by copies."""
     shape: Shape | None
     storage: int | None
     """The memory behind it, as `Op.touches` numbers it."""
@@ -65,6 +66,8 @@ class Op:
     """The calls that it holds, by name and in order."""
     groups: tuple[str, ...] = ()
     """The process groups in which it makes ranks meet."""
+    keeps: bool = False
+    """It changes a state that no value shows (see `by_rows`): run again, it would go on from there."""
 
     @property
     def splittable(self) -> bool:
@@ -72,6 +75,33 @@ class Op:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One of the graph's results."""
+
+    dim: int | None = None
+    """On which dim it carries the rows of the batch."""
+    shape: Shape | None = None
+    """Of a tensor."""
+    storages: frozenset[int] = frozenset()
+    input: int | None = None
+    """Position among the graph's inputs, if it is one."""
+    number: sympy.Basic | None = None
+    """What a number stands for, if it follows from sizes."""
+    passed: bool = False
+    """From one pass of training to the other, or to autograd, and not to the caller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """Something in a graph that more rows would change for the rows that are there."""
+
+    op: str | None
+    """None if it is a view, or a number, among the results."""
+    reason: str
+    line: str | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,12 +117,19 @@ class OpGraph:
     ending: fx.GraphModule | None
     """Views and numbers among the results, made from `outputs`; None when `outputs` are the results."""
     ending_symbols: tuple[sympy.Expr, ...] = ()
-    result_dims: tuple[int | Literal["number"] | None, ...] = ()
-    """Of each result: on which dim it carries the rows of the batch; "number" if it is one that follows from them."""
+    results: tuple[Result, ...] = ()
+    mixing: Mixing | None = None
+    """The first operator, or result, that does not treat each row by itself."""
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
         return {op.name: op for op in self.ops}
+
+    @cached_property
+    def other_symbols(self) -> tuple[sympy.Symbol, ...]:
+        """The sizes that may change from call to call and do not stand for the batch."""
+        idle = [self.graph.inputs[n].symbol.free_symbols for n in self.graph.idle]  # type: ignore[union-attr]
+        return tuple(sorted(set(self.graph.hints).difference(*self.spaces, *idle), key=str))
 
     @cached_property
     def written(self) -> frozenset[int]:

@@ -8,16 +8,15 @@ distributed state is read or changed. Answers are cached: equal layers ask the s
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
-from dynaflow import _torch
+from dynaflow import _torch, forks
 from dynaflow.capture.alignment import Call, Dims, Refusal, leaves
 
 _answers: dict[Any, Dims | Refusal] = {}
-_lock = threading.Lock()
+_lock = forks.lock()
 _ANSWERS_KEPT = 4096
 
 

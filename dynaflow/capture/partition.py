@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from dynaflow.capture.claims import Claim, claim
+from dynaflow.capture.declared import followed
 from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.pieces import Build, Group, bases_of, is_region, is_spread
@@ -32,11 +33,12 @@ def partition(graph: CapturedGraph, probe: Probe, rules: Sequence[Rule], *, comp
     """`complete`: the graph is the whole model, so a rule that matches nothing in it is a mistake."""
     work = [n for n in graph.gm.graph.nodes if _is_work(n, probe.facts)]
     claims = claim(work, probe, rules, complete)
-    after = _order(work, probe)
+    follows = followed(graph.gm.graph)
+    after = _order(work, probe, follows)
     if graph.phase == "backward":
-        claims = _weights_apart(work, claims, after, probe)
+        claims = _weights_apart(work, _without_promises(claims), after, probe)
     groups = _group(work, claims, after, probe)
-    return Build(graph, probe, groups, after).result()
+    return Build(graph, probe, groups, after, follows).result()
 
 
 def _is_work(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
@@ -50,15 +52,18 @@ def _is_work(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
 # 2. order
 
 
-def _order(work: list[fx.Node], probe: Probe) -> dict[fx.Node, set[fx.Node]]:
-    """Direct predecessors of every node, by value and by memory."""
+def _order(
+    work: list[fx.Node], probe: Probe, follows: dict[fx.Node, list[fx.Node]]
+) -> dict[fx.Node, set[fx.Node]]:
+    """Direct predecessors of every node, by value, by memory, and by state that was declared."""
     facts = probe.facts
     after: dict[fx.Node, set[fx.Node]] = {}
     written = {s for n in work for s in facts[n].writes}
     writer: dict[int, fx.Node] = {}
     readers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in work:
-        deps = {base for a in node.all_input_nodes for base in bases_of(a, facts) if base in after}
+        read = (*node.all_input_nodes, *follows.get(node, ()))
+        deps = {base for a in read for base in bases_of(a, facts) if base in after}
         for s in facts[node].reads & written:
             if s in writer:
                 deps.add(writer[s])
@@ -73,6 +78,11 @@ def _order(work: list[fx.Node], probe: Probe) -> dict[fx.Node, set[fx.Node]]:
         deps.discard(node)
         after[node] = deps
     return after
+
+
+def _without_promises(claims: dict[fx.Node, Claim | None]) -> dict[fx.Node, Claim | None]:
+    """`splittable=True` says that forward treats each row by itself. Gradients of weights are summed over rows."""
+    return {n: replace(claim, splittable=None) if claim and claim.splittable else claim for n, claim in claims.items()}
 
 
 def _weights_apart(

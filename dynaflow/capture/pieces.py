@@ -10,20 +10,21 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.capture.alignment import Merged, dim_in
 from dynaflow.capture.calls import RNG
-from dynaflow.capture.claims import Claim, has_no_rows
+from dynaflow.capture.claims import Claim, has_no_rows, is_inside
 from dynaflow.capture.collectives import group_of
-from dynaflow.capture.declared import followed
-from dynaflow.capture.graph import CapturedGraph
-from dynaflow.capture.ops import Op, OpGraph, Value
+from dynaflow.capture.graph import CapturedGraph, is_dense
+from dynaflow.capture.ops import Mixing, Op, OpGraph, Result, Value
 from dynaflow.capture.probe import NodeFacts, Probe
 from dynaflow.capture.rules import module_stack, source_line, target_names
+from dynaflow.capture.sharing import Place, overlaps_itself
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,9 +37,15 @@ class Build:
     """Makes the operators' own graphs, and the values between them."""
 
     def __init__(
-        self, graph: CapturedGraph, probe: Probe, groups: list[Group], after: dict[fx.Node, set[fx.Node]]
+        self,
+        graph: CapturedGraph,
+        probe: Probe,
+        groups: list[Group],
+        after: dict[fx.Node, set[fx.Node]],
+        followed: dict[fx.Node, list[fx.Node]],
     ) -> None:
         self.graph, self.probe, self.facts, self.groups, self.after = graph, probe, probe.facts, groups, after
+        self.followed = followed
         self.home = {n: g for g, group in enumerate(groups) for n in group.nodes}
         self.position = {n: i for i, n in enumerate(graph.gm.graph.nodes)}
         self.input_of = {given.node: i for i, given in enumerate(graph.inputs)}
@@ -75,15 +82,39 @@ class Build:
             outputs=outputs,
             ending=None if plain else ending.module(ending.results),
             ending_symbols=tuple(ending.symbols),
-            result_dims=tuple(self._result_dim(n) for n in returned),
+            results=tuple(self._result(n) for n in returned),
+            mixing=self._mixing(ops, pieces, ending),
         )
 
-    def _result_dim(self, node: Any) -> int | Literal["number"] | None:
+    def _result(self, node: Any) -> Result:
         if not isinstance(node, fx.Node):
-            return None
-        if isinstance(self.facts[node].value, torch.Tensor):
-            return next(iter(self.probe.dims(node)), None)
-        return "number" if node in self.input_of or self.facts[node].sized else None
+            return Result()
+        if not isinstance(self.facts[node].value, torch.Tensor):
+            return Result(number=_torch.number(node.meta.get("example_value")))
+        place = next(iter(self.probe.dims(node)), None)
+        return Result(
+            dim=None if isinstance(place, Merged) else place,
+            shape=self.graph.shapes.get(node),
+            storages=frozenset(self._storages(node)),
+            input=self.input_of.get(self._held(node)),
+            passed=self.graph.phase == "backward" or node in self.graph.saved,
+        )
+
+    def _mixing(self, ops: list[Op], pieces: list[_Piece], ending: _Piece) -> Mixing | None:
+        for op, piece in zip(ops, pieces, strict=True):
+            if op.refusal is not None:
+                return Mixing(op=op.name, reason=op.refusal, line=op.line)
+            if op.shared and (found := self._sees_rows(piece, op.name)) is not None:
+                return found
+        return self._sees_rows(ending, None)
+
+    def _sees_rows(self, piece: _Piece, name: str | None) -> Mixing | None:
+        """A node that can't be split, and that rows go into, or come out of, or their number."""
+        for n in piece.made:
+            for reason in self.facts[n].refusals.values():
+                if self.facts[n].sized or not has_no_rows(n, self.probe):
+                    return Mixing(op=name, reason=reason, line=source_line(n))
+        return None
 
     def _held(self, node: fx.Node) -> fx.Node:
         """An in-place node's result is its argument."""
@@ -113,6 +144,9 @@ class Build:
         bases = self._tensors_behind(node)
         if len(bases) != 1 or bases[0] not in self.home:
             return False
+        value = self.facts[node].value
+        if overlaps_itself(Place(0, 0, tuple(value.shape), value.stride(), 1)):  # joined, its elements would be apart
+            return False
         storages = self._storages(node)
         if storages & self.written or any(self._storages(o) & storages for o in returned if o is not node):
             return False
@@ -130,7 +164,8 @@ class Build:
                 Value(
                     index=len(self.values),
                     name=node.name if given is None else self.graph.inputs[given].name,
-                    dims=self.probe.dims(node) if tensor else (None,) * len(self.probe.spaces),
+                    dims=tuple(map(dim_in, self.probe.dims(node))) if tensor else (None,) * len(self.probe.spaces),
+                    merged=self.probe.is_merged(node),
                     shape=self.graph.shapes.get(node),
                     storage=next(iter(self._storages(node)), None),
                     input=given,
@@ -150,9 +185,11 @@ class Build:
         writes = [self._value(n) for n in outs]
         shared = not any(self.values[v].carries_batch for v in (*reads, *writes))
         declared = group.claim.splittable if group.claim else None
-        refusal, line = self._refusal(piece, declared)
+        refusal, line = self._refusal(piece, declared, outs)
         if any(n not in self.input_of and is_spread(n, self.facts) for n in (*piece.reads, *outs)):
             refusal = "a DTensor goes in or out, whose rows can't be followed"
+        if (stuck := next((n for n in (*piece.reads, *outs) if self._cant_be_cut(n)), None)) is not None:
+            refusal = refusal or f"{stuck.name} goes in or out, whose rows lie behind another dim and can't be copied"
         touches: dict[int, bool] = {}
         for n in group.nodes:
             fact = self.facts[n]
@@ -169,13 +206,31 @@ class Build:
             writes=tuple(writes),
             touches=tuple(sorted(touches.items())),
             after=tuple(sorted({self.home[d] for n in group.nodes for d in self.after[n]} - {piece.group})),
-            follows=tuple(sorted({m for n in group.nodes for a in followed(n) if (m := self.maker(a)) is not None})),
+            follows=tuple(
+                sorted({m for n in group.nodes for a in self.followed.get(n, ()) if (m := self.maker(a)) is not None})
+            ),
             shared=shared,
             refusal=None if shared else refusal,
             line=line or next((ln for n in group.nodes if (ln := source_line(n))), None),
             functions=tuple(target_names(n)[0] for n in group.nodes),
             groups=tuple(dict.fromkeys(found for n in group.nodes if (found := group_of(n)) is not None)),
+            keeps=any(n in self.followed.get(n, ()) for n in group.nodes),
         )
+
+    def _cant_be_cut(self, node: fx.Node) -> bool:
+        """Its rows lie behind another dim: a part is a copy. So nobody may write to it, and nothing else may lie behind
+        the rows on their dim, nor the memory have holes."""
+        if not self.probe.is_merged(node):
+            return False
+        value, dims = self.facts[node].value, self.probe.dims(node)
+        if node not in self.graph.shapes or len(dims) - dims.count(None) > 1:
+            return True
+        alone = all(
+            place is None or (isinstance(place, Merged) and value.shape[place.dim] == place.behind * rows)
+            for place, rows in zip(dims, self.probe.rows, strict=True)
+        )
+        written = bool(self._storages(node) & self.written)
+        return not alone or written or not is_dense(value.shape, value.stride())
 
     def _tensors_behind(self, node: fx.Node) -> list[fx.Node]:
         """What a view looks at; the numbers among its arguments have makers, too."""
@@ -203,36 +258,146 @@ class Build:
             base = base.args[0]  # type: ignore[assignment]
         return self.home.get(base)
 
-    def _refusal(self, piece: _Piece, declared: bool | None) -> tuple[str | None, str | None]:
-        if declared is True:
-            return None, None
+    def _refusal(
+        self, piece: _Piece, declared: bool | None, outs: list[fx.Node]
+    ) -> tuple[str | None, str | None]:
         if declared is False:
             return "its rule says splittable=False", None
+        refused = [(reason, source_line(n)) for n in piece.made for reason in self.facts[n].refusals.values()]
+        if declared is True:
+            broken = self._broken_promise(piece, outs) if refused else (None, None)
+        else:
+            broken = refused[0] if refused else self._shared_state(piece)
+        if broken[0] is not None:
+            return broken
         for n in piece.made:
-            for reason in self.facts[n].refusals.values():
-                return reason, source_line(n)
+            if self._fails_on_a_part(n):
+                return f"{target_names(n)[0]} puts the rows behind another dim; use reshape", source_line(n)
+            if self._may_copy(n):
+                return f"{target_names(n)[0]} may copy memory that is written, or not, as the rows fall", source_line(n)
+        return None, None
+
+    def _shared_state(self, piece: _Piece) -> tuple[str | None, str | None]:
         nodes = self.groups[piece.group].nodes if piece.group is not None else []
         made = {s for n in nodes for s in self.facts[n].made}
         for n in nodes:
             if self.facts[n].writes - made - {RNG} and has_no_rows(n, self.probe):
                 return f"{target_names(n)[0]} writes state that is shared by all rows", source_line(n)
-        for n in piece.made:
-            if self._may_copy(n):
-                return f"{target_names(n)[0]} may copy memory that is written, or not, as the rows fall", source_line(n)
         return None, None
+
+    def _broken_promise(self, piece: _Piece, outs: list[fx.Node]) -> tuple[str | None, str | None]:
+        """Why a region that was declared splittable can't be split, though the rules refuse some of it.
+
+        The declaration says that the region treats each row by itself, and values are cut and joined by position. So
+        wherever a value goes in or out, a row must be a position. For results that the rules can't follow, only the
+        declaration says so; and it speaks of what the region returns, not of what is saved for a backward pass.
+        """
+        facts, says = self.facts, "its rule says splittable=True, but"
+        lost = self._lost_in(piece)
+        for n in piece.reads:
+            if facts[n].merged:
+                return f"{says} {n.name} goes in with the batch merged with another dim", source_line(n)
+            if n in lost:  # another rule cut the region in pieces
+                return f"{says} the rows of {n.name}, which is inside of its region, can't be followed", source_line(n)
+        layouts = {self._rows_of(n) for n in piece.reads}
+        for n in outs:
+            if facts[n].reduced:
+                return f"{says} {n.name} comes out without rows", source_line(n)
+            if n in lost and not (self._stays(n, lost) and self._is_returned_by_rows(n, piece, layouts)):
+                return f"{says} the rows of {n.name}, which comes out, can't be followed", source_line(n)
+        return None, None
+
+    def _stays(self, node: fx.Node, lost: set[fx.Node]) -> bool:
+        """Whether what is written to a result later has its rows where the result has them."""
+        clean = {node}
+        for n in self.graph.gm.graph.nodes:
+            if self.position[n] <= self.position[node] or n not in lost:
+                continue
+            if not self.facts[n].refusals and all(a in clean for a in n.all_input_nodes if a in lost):
+                clean.add(n)
+            elif self.facts[n].writes & self._storages(node):
+                return False
+        return True
+
+    def _lost_in(self, piece: _Piece) -> set[fx.Node]:
+        """What is made in the region of a piece by way of something whose rows can't be followed."""
+        group = self.groups[piece.group]  # type: ignore[index]
+        lost: set[fx.Node] = set()
+        own = {*group.nodes, *piece.made}
+        region = [n for n in self.graph.gm.graph.nodes if n in own or is_inside(n, group.claim.key)]  # type: ignore[union-attr]
+        for n in region:
+            if self.facts[n].refusals or any(a in lost for a in n.all_input_nodes):
+                lost.add(n)
+        return lost
+
+    def _rows_of(self, node: fx.Node) -> tuple[int | None, ...]:
+        """How long each dim is that carries the batch."""
+        value = self.facts[node].value
+        if not isinstance(value, torch.Tensor):
+            return ()
+        return tuple(None if (dim := dim_in(place)) is None else value.shape[dim] for place in self.probe.dims(node))
+
+    def _is_returned_by_rows(self, node: fx.Node, piece: _Piece, layouts: set[tuple[int | None, ...]]) -> bool:
+        """Whether the rest of the model gets a region's result, and each time in a layout in which a row is a position:
+        with the batch on a dim of its own, or as one of the region's arguments has it."""
+        key = self.groups[piece.group].claim.key  # type: ignore[index, union-attr]
+        uses = 0
+
+        def is_clear(n: fx.Node) -> bool:
+            return not self.facts[n].merged or self._rows_of(n) in layouts
+
+        def is_known(view: fx.Node, known: bool | None) -> bool | None:
+            """None for good after a view that mixes rows; but outside the region, views are made of joined values."""
+            if known and not is_inside(view, key):
+                return True
+            if known is None or self.facts[view].refusals:
+                return None
+            return known or is_clear(view)
+
+        todo: list[tuple[fx.Node, bool | None]] = [(node, is_clear(node))]
+        while todo:
+            given, known = todo.pop()
+            for user in given.users:
+                if self.facts[user].returns is given:  # written in place: the same tensor
+                    todo.append((user, known))
+                if user.op == "output":
+                    seen = given not in self.graph.saved
+                elif user in self.home:
+                    claim = self.groups[self.home[user]].claim
+                    seen = (claim is None or claim.key != key) and not is_inside(user, key)
+                else:  # a view, which each of its users makes for itself
+                    todo.append((user, is_known(user, known)))
+                    continue
+                if seen and not known:
+                    return False
+                uses += seen
+        return uses > 0
 
     def _may_copy(self, node: fx.Node) -> bool:
         """reshape and its kin look at memory or copy it, as the strides fall: not to be left to the slice."""
-        if target_names(node)[0] not in _MAY_COPY:
+        if target_names(node)[0] not in _MAY_COPY and not self._is_reshaped(node):
             return False
         dims = self.probe.dims(node)
         # What was written before is the same in a copy and in a view: only later writes tell them apart.
         written = {s for s, at in self.last_write.items() if at > self.position[node]}
         if self.facts[node].view:  # any rows of it are a view as well when they are outermost
             return bool(self._storages(node) & written) and any(dims)
+        if any(_is_converted(self.facts[a].value, self.facts[node].value) for a in node.all_input_nodes):
+            return False
         # It copies. A single row may be a view, and then a write to one side is seen on the other.
         memory = self._storages(node).union(*(self._storages(a) for a in node.all_input_nodes))
         return bool(memory & written) and any(dim is not None for dim in dims)
+
+    def _is_reshaped(self, node: fx.Node) -> bool:
+        """It puts rows behind another dim, so a part of the rows is no view of a part of its argument, but a copy."""
+        return node.target in _VIEWS and self.probe.is_merged(node)
+
+    def _fails_on_a_part(self, node: fx.Node) -> bool:
+        """It does so as well, and would insist on a view."""
+        copies = node.target in _VIEWS or target_names(node)[0] in _MAY_COPY
+        if copies or not self.facts[node].view or not self.probe.is_merged(node) or self.is_item(node):
+            return False
+        return not any(self.probe.is_merged(a) for a in node.all_input_nodes)
 
     def _name(self, g: int) -> str:
         group = self.groups[g]
@@ -243,8 +408,25 @@ class Build:
         return f"{common[-1] if common else ''}:{target_names(group.nodes[0])[0].strip('_')}".lstrip(":")
 
 
+def _is_converted(given: Any, made: Any) -> bool:
+    """Whether a tensor was copied to another type or device."""
+    both = isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor)
+    return both and (given.dtype, given.device) != (made.dtype, made.device)
+
+
 _MAY_COPY = {"reshape", "reshape_as", "contiguous", "flatten", "to", "type", "float", "half", "bfloat16", "type_as",
              "ravel"}  # fmt: skip
+
+
+_VIEWS: dict[Any, Any] = {
+    "view": "reshape",
+    "view_as": "reshape_as",
+    torch.Tensor.view: torch.Tensor.reshape,
+    torch.Tensor.view_as: torch.Tensor.reshape_as,
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+"""Calls that fail where the result can't be a view, and what to call there instead."""
 
 
 class _Piece:
@@ -304,6 +486,8 @@ class _Piece:
         for a in node.all_input_nodes:
             self.get(a)
         copy = self.out.node_copy(node, lambda n: self.env[n])
+        if self.build._is_reshaped(node):
+            copy.target = _VIEWS[node.target]
         copy.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
         return copy
 

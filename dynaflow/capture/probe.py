@@ -12,8 +12,10 @@ the whole batch at once, its result may be cut again along whichever dim has the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import sympy
@@ -21,10 +23,14 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.capture import higher_order
+from dynaflow.capture.alignment import Merged, Place, dim_in
 from dynaflow.capture.alike import Apart, Call, Told
+from dynaflow.capture.batch_numbers import BatchNumbers, evaluated
 from dynaflow.capture.calls import RNG, Dims, dims_of, is_view, label, tensors_in, written_tensors
 from dynaflow.capture.graph import CapturedGraph, Shape
 from dynaflow.capture.rows import Refusal, follow_rows
+from dynaflow.capture.rules import source_line
 
 PRIMES = (1009, 1013, 10007, 10037, 101, 103, 11, 13)
 
@@ -72,13 +78,17 @@ class NodeFacts:
     view: bool = False
     """The result only looks at memory that was there before."""
     returns: fx.Node | None = None
-    """An in-place node's result is this argument itself."""
+    """An in-place node's result, or one of several, is this argument itself."""
     sized: bool = False
     """A number that follows from the batch's size goes in."""
     end: End | None = None
     """How the result comes about, where that allows to write it straight into memory given from outside."""
     copied: bool = False
     """The result is a plain copy: for other sizes the same call (`reshape`, `to`) may be a view."""
+    merged: bool = False
+    """The result has the batch and something else on one dim, in an unknown order: (s*b, h) of (s, b, h)."""
+    reduced: bool = False
+    """The result has no rows, but was made of some."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,10 +97,16 @@ class Probe:
 
     facts: dict[fx.Node, NodeFacts]
     spaces: tuple[frozenset[sympy.Symbol], ...]
+    rows: tuple[int, ...]
+    """How many rows each space had."""
 
     def dims(self, node: fx.Node) -> Dims:
         """On which dim the node's (tensor) result carries each space."""
         return _dims(self.facts[node].value, len(self.spaces))
+
+    def is_merged(self, node: fx.Node) -> bool:
+        """The rows of the node's result lie behind another dim, which was merged into theirs."""
+        return any(isinstance(place, Merged) for place in self.dims(node))
 
 
 def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> Probe:
@@ -104,7 +120,9 @@ def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> 
         if _clashes(graph, values, primes, spaces):
             continue
         try:
-            return Probe(facts=_run(graph, values, primes), spaces=spaces)
+            found = Probe(facts=_run(graph, values, primes, spaces), spaces=spaces, rows=tuple(2 * p for p in primes))
+            graph.merged[spaces] = {n.name: found.dims(n) for n in found.facts if found.is_merged(n)}
+            return found
         except Contradiction as e:  # the model bounds its batch: try a smaller one
             failure = e
     raise Contradiction(str(failure))
@@ -112,6 +130,10 @@ def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> 
 
 class Contradiction(Exception):
     """No fake run of the graph was possible with the batch at this size."""
+
+
+class Unschedulable(Exception):
+    """The graph does something that no cut of it would do: it has to run as it is."""
 
 
 def _clashes(
@@ -141,6 +163,11 @@ def _dims(tensor: Any, spaces: int) -> Dims:
     return dims_of(tensor) or (None,) * spaces
 
 
+def _place(tensor: torch.Tensor, space: int) -> Place:
+    dims = dims_of(tensor)
+    return dims[space] if dims else None
+
+
 def _first_multiple(tensor: torch.Tensor, prime: int) -> int | None:
     return next((d for d, size in enumerate(tensor.shape) if size and size % prime == 0), None)
 
@@ -151,13 +178,27 @@ def _carried(tensor: torch.Tensor, prime: int, declared: int | None) -> int | No
     return _first_multiple(tensor, prime)
 
 
-def _run(graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...]) -> dict[fx.Node, NodeFacts]:
+def _run(
+    graph: CapturedGraph,
+    values: dict[sympy.Symbol, int],
+    primes: tuple[int, ...],
+    spaces: tuple[frozenset[sympy.Symbol], ...],
+) -> dict[fx.Node, NodeFacts]:
     grad = torch.is_grad_enabled()
     try:
         # In inference mode operators would come undecomposed: reshape for view, linear for addmm.
         with torch.inference_mode(False), _torch.concrete_fake_mode() as mode, torch.no_grad():
-            run = _Run(graph, values, primes, mode)
-            run.run(*run.inputs())
+            saved = graph.forward.merged.get(spaces, {}) if graph.forward is not None else {}
+            run = _Run(graph, values, primes, BatchNumbers(spaces, values, primes), mode, saved)
+            try:
+                run.run(*run.inputs())
+            except Contradiction:
+                if run.reshaped is None:
+                    raise
+            except Exception as e:  # a tensor that is not like others: the graph runs as it is
+                raise Contradiction(f"{run.node.format_node()}: {type(e).__name__}: {e}") from e
+            if run.reshaped is not None:
+                raise Unschedulable(run.reshaped)
             return run.facts
     finally:
         torch.set_grad_enabled(grad)  # the graph may hold nodes that switch it
@@ -165,16 +206,34 @@ def _run(graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[in
 
 class _Run(fx.Interpreter):
     def __init__(
-        self, graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...], mode: Any
+        self,
+        graph: CapturedGraph,
+        values: dict[sympy.Symbol, int],
+        primes: tuple[int, ...],
+        numbers: BatchNumbers,
+        mode: Any,
+        saved: Mapping[str, Dims],
     ) -> None:
         super().__init__(graph.gm, garbage_collect_values=False)
         self.captured, self.values, self.primes, self.mode = graph, values, primes, mode
+        self.numbers, self.saved = numbers, saved
+        self.node: fx.Node
         self.facts: dict[fx.Node, NodeFacts] = {}
         self.ids: dict[int, int] = {}
         self.count = 0
         """Of the numbers that were given to storages."""
         self.keep: list[torch.Tensor] = []
-        self.tainted: set[fx.Node] = set()
+        self.reshaped: str | None = None
+        """Which call changes a tensor's shape in place: in eager torch, all that hold the tensor see the new one."""
+        self.given: set[int] = set()
+        """Storages of the graph's inputs."""
+        self.looks: dict[fx.Node, set[int]] = {}
+        """By number, and by view that takes one: storages, but for those of inputs, of tensors whose sizes it is made
+        of. Whoever uses it needs these tensors."""
+        self.regrouped: set[int] = set()
+        """Storages of which there is a view that does not keep the rows apart."""
+        self.scrambled: set[int] = set()
+        """Those of them that were written since."""
         self.observer = _Observer(self)
         self.told: dict[Any, tuple[Told, NodeFacts]] = {}
         """By key of a call: what it did."""
@@ -184,15 +243,16 @@ class _Run(fx.Interpreter):
         shared: dict[int, int] = {}
         for given in self.captured.inputs:
             if given.shape is None:
-                known = given.symbol is not None
-                made.append(concrete(given.symbol, self.values) if known else given.node.meta["example_value"])
+                made.append(evaluated(given.node.meta["example_value"], self.values))
                 continue
             tensor = _fake(given.shape, self.values)
-            if not given.owned:
+            if given.node.name in self.saved:
+                label(tensor, self.saved[given.node.name])
+            elif not given.owned:
                 label(tensor, tuple(_carried(tensor, p, given.batch_dim) for p in self.primes))
             number = self.number(tensor)
-            if given.storage is not None:  # two inputs over one storage: writes to one are seen through the other
-                self.ids[_torch.storage_id(tensor)] = shared.setdefault(given.storage, number)
+            if given.memory is not None:  # writes to one are seen through the other
+                self.ids[_torch.storage_id(tensor)] = shared.setdefault(given.memory, number)
             made.append(tensor)
         return made
 
@@ -209,29 +269,39 @@ class _Run(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> Any:
         facts = self.facts[node] = NodeFacts()
-        self.observer.facts = facts
+        self.node, self.observer.facts = node, facts
         before = self.count
         if node.op in ("placeholder", "output", "get_attr"):
             facts.value = super().run_node(node)
             for tensor in tensors_in(facts.value):
-                self.number(tensor)
+                self.given.add(self.number(tensor))
+                facts.merged |= node.name not in self.saved and self._shares_its_dim(tensor)
         else:
             self._call_or_tell(node, facts)
             if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
                 facts.value = _torch.hinted(node.meta.get("example_value"))
+        self.numbers.visit(node, facts.value)
         self._drop_chance_labels(node, facts.value)
         result = tensors_in(facts.value)
         facts.storages = {self.number(t) for t in result}
         facts.made = {n for n in facts.storages if n >= before}
         if node.op in ("placeholder", "get_attr", "output"):
             return facts.value
-        self._taint(node, facts)
+        self._refuse_numbers(node, facts)
+        self._refuse_choice_by_size(node, facts)
+        self._lose_rows(node, facts, result)
         inputs = {self.number(t) for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)}
         touched = facts.reads | facts.writes
         facts.scalar = not result and not touched and node.target not in _REGION and _follows_from_sizes(facts.value)
         facts.view = bool(result) and not touched and all(self.number(t) in inputs for t in result)
-        if facts.writes and len(result) == 1:
-            facts.returns = next((a for a in node.all_input_nodes if _same(self.facts[a].value, result[0])), None)
+        looked_at = set[int]().union(*(self.looks.get(a, ()) for a in node.all_input_nodes))
+        if facts.scalar or facts.view:
+            self.looks[node] = looked_at | (inputs - self.given if facts.scalar else set())
+        else:
+            facts.reads |= looked_at
+        caller = _caller(node)
+        if self.facts[caller].writes and len(result) == 1:
+            facts.returns = next((a for a in caller.all_input_nodes if _same(self.facts[a].value, result[0])), None)
         return facts.value
 
     def _call_or_tell(self, node: fx.Node, facts: NodeFacts) -> None:
@@ -262,9 +332,11 @@ class _Run(fx.Interpreter):
             with self.observer:
                 if whole is None:
                     facts.value = super().run_node(node)
+                    self._note_out(node, facts)
                 else:
                     args, kwargs = self.fetch_args_kwargs_from_env(node)
-                    facts.value = self.observer.observe(whole, args, kwargs, lambda: super(_Run, self).run_node(node))
+                    func = whole.default if kwargs.get("out") is None else whole.out
+                    facts.value = self.observer.observe(func, args, kwargs, lambda: super(_Run, self).run_node(node))
             return True
         except Exception as e:
             shape = self.captured.shapes.get(node)
@@ -279,15 +351,25 @@ class _Run(fx.Interpreter):
                 facts.refusals.setdefault(space, f"{node.target} could not be analysed ({type(e).__name__})")
             return False
 
+    def _note_out(self, node: fx.Node, facts: NodeFacts) -> None:
+        """A call returns what it is given as `out=`. `linalg.matrix_rank` leaves that alone on fake tensors."""
+        out = self.fetch_args_kwargs_from_env(node)[1].get("out")
+        given = {self.number(t) for t in tensors_in(out)}
+        if given <= facts.writes or isinstance(node.target, (_torch.OpOverload, _torch.OpOverloadPacket)):
+            return
+        facts.value, facts.writes = out, facts.writes | given
+        for space in range(len(self.primes)):
+            facts.refusals.setdefault(space, f"{_called(node)} can't be followed with out=; leave out= away")
+
     def _drop_chance_labels(self, node: fx.Node, value: Any) -> None:
         """A size may be the batch's by chance: twice its half, which is one less when the batch is odd."""
         shape = self.captured.shapes.get(node)
-        if shape is None or not isinstance(value, torch.Tensor):
+        if shape is None or not isinstance(value, torch.Tensor) or len(shape.size) != value.dim():
             return
         dims = _dims(value, len(self.primes))
         kept = tuple(
-            dim if dim is not None and self._grows_with_rows(shape.size[dim], prime) else None
-            for dim, prime in zip(dims, self.primes, strict=True)
+            place if (dim := dim_in(place)) is not None and self._grows_with_rows(shape.size[dim], prime) else None
+            for place, prime in zip(dims, self.primes, strict=True)
         )
         if kept != dims:
             label(value, kept)
@@ -299,27 +381,56 @@ class _Run(fx.Interpreter):
         more = {s: n + 1 if n == rows else n for s, n in self.values.items()}
         return concrete(size, self.values) * (rows + 1) == concrete(size, more) * rows
 
-    def _taint(self, node: fx.Node, facts: NodeFacts) -> None:
+    def note_reshape(self, func: Any) -> None:
+        line = source_line(self.node)
+        where = f" at {line}" if line else ""
+        self.reshaped = self.reshaped or (
+            f"{_name(func)}{where} changes a tensor's shape in place; use a call that returns another tensor instead"
+        )
+
+    def _lose_rows(self, node: fx.Node, facts: NodeFacts, result: list[torch.Tensor]) -> None:
+        """Notes whether a result's rows can still be told by position once the node has run on a part of the batch."""
+        given = [self.facts[a] for a in node.all_input_nodes]
+        if facts.refusals:
+            self.regrouped |= facts.storages
+        self.scrambled |= facts.writes & self.regrouped
+        lost = facts.refusals or facts.storages & self.scrambled or any(f.merged for f in given)
+        facts.merged = bool(lost) and any(self._shares_its_dim(t) for t in result)
+        facts.reduced = any(not any(d is not None for d in _dims(t, len(self.primes))) for t in result) and any(
+            f.reduced or any(d is not None for t in tensors_in(f.value) for d in _dims(t, len(self.primes)))
+            for f in given
+        )
+
+    def _shares_its_dim(self, tensor: torch.Tensor) -> bool:
+        """Whether the dim that carries the batch has more than the batch."""
+        dims = zip(map(dim_in, _dims(tensor, len(self.primes))), self.primes, strict=True)
+        return any(dim is not None and tensor.shape[dim] != 2 * prime for dim, prime in dims)
+
+    def _refuse_numbers(self, node: fx.Node, facts: NodeFacts) -> None:
         """A batch size that is used as a number, not as a size, can't be recomputed for a part of the batch."""
-        numbers = [v for v in _torch.tree_leaves(facts.value) if isinstance(v, int) and not isinstance(v, bool)]
-        args = [a for a in node.all_input_nodes if a in self.tainted or _is_batch(self.facts[a].value, self.primes)]
-        if any(_is_batch(v, self.primes) for v in numbers) or (args and not tensors_in(facts.value)):
-            self.tainted.add(node)
+        args = [a for a in node.all_input_nodes if self.numbers.follows(a)]
         if not (args and tensors_in(facts.value)):
             return
         facts.sized = True
         name = _called(node)
-        sizes_only = name in _SIZED and all(_is_batch(self.facts[a].value, self.primes) for a in args)
+        sizes_only = name in _SIZED and all(self.numbers.is_multiple(a) for a in args)
         if name in ("full", "new_full"):
             fill = node.kwargs.get("fill_value", node.args[-1] if len(node.args) > 1 else None)
             sizes_only = sizes_only and not any(fill is a for a in args)
         if not sizes_only:
-            for space, prime in enumerate(self.primes):
-                if any(a in self.tainted or _is_batch(self.facts[a].value, (prime,)) for a in args):
-                    facts.refusals.setdefault(space, f"{name} uses the size of the batch as a number")
+            for space in sorted({space for a in args for space in self.numbers.follows(a)}):
+                facts.refusals.setdefault(space, f"{name} uses the size of the batch as a number")
+
+    def _refuse_choice_by_size(self, node: fx.Node, facts: NodeFacts) -> None:
+        """Without a dim, `cross` takes the first of size 3: the batch's, in a micro-batch of three rows."""
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+        if _called(node) != "cross" or dim is not None:
+            return
+        for space in range(len(self.primes)):
+            facts.refusals.setdefault(space, "cross without a dim looks for one of size 3; pass dim=")
 
 
-_WHOLE: dict[Any, Any] = {_torch.LINEAR: torch.ops.aten.linear.default}
+_WHOLE: dict[Any, Any] = {_torch.LINEAR: torch.ops.aten.linear}
 """Calls to be judged as they stand: aten would flatten all dims but the last, wherever the batch is among them."""
 
 _REGION = {*_torch.REGIONS, *_torch.REGIONS.values(), _torch.SET_GRAD}
@@ -345,6 +456,8 @@ class _Observer(_torch.TorchDispatchMode):
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Makes the call and notes what it does."""
+        if getattr(func, "_opname", "") in _RESHAPES and not self._is_seen(args[0]):
+            return self._reshape(func, args, kwargs)
         self.inside = True
         try:
             out = call()
@@ -353,45 +466,61 @@ class _Observer(_torch.TorchDispatchMode):
         if getattr(func, "namespace", "") == "prim":  # a question about a tensor's metadata
             return out
         outs = tensors_in(out)
-        spaces = len(self.run.primes)
         given = tensors_in((args, kwargs))
         schema = getattr(func, "_schema", None)
-        if schema is None:  # a higher-order operator: nothing is known of its inside
-            self._touch(given, given)
-            self._refuse(f"{func} is a higher-order operator, which has no rule")
-            self._label_by_size(outs)
+        if schema is None:
+            self._touch(given, [] if higher_order.is_known(func) else given)
+            self._label(outs, lambda rows, place_of: higher_order.follow(func, args, outs, rows, place_of))
             return out
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.facts.writes.add(RNG)
-        if not is_view(schema):
-            if _name(func) != "_unsafe_view":  # a view in all but its schema
-                self.facts.end, self.facts.copied = _end(func), _name(func) in _COPIES
-            self._touch(given, written_tensors(schema, args, kwargs))
-        dims: list[list[int | None]] = [[None] * spaces for _ in outs]
+        if torch.Tag.inplace_view in func.tags and _name(func) != "detach_":
+            self.run.note_reshape(func)
+        written = written_tensors(schema, args, kwargs)
+        if not (is_view(schema) or (not written and self._only_looks(outs, given))):
+            self.facts.end, self.facts.copied = _end(func), _name(func) in _COPIES
+            self._touch(given, written)
+        self._label(outs, partial(follow_rows, func, args, kwargs, outs, merged=True))
+        return out
+
+    def _is_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether others than the node that is being run hold the tensor."""
+        given = (self.run.facts[a].value for a in self.run.node.all_input_nodes)
+        return any(tensor is t for value in given for t in tensors_in(value))
+
+    def _reshape(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call gives another shape to a tensor of its own (`quantile` does): its rows are where a view's would be."""
+        with self:
+            view = getattr(torch.ops.aten, func._opname.removesuffix("_"))(*args, **kwargs)
+        out = func(*args, **kwargs)
+        label(out, dims_of(view))
+        return out
+
+    def _label(self, outs: list[torch.Tensor], follow: Callable[..., list[Place] | Refusal]) -> None:
+        """Notes on which dim each result carries the batch, as `follow(rows, place_of)` says."""
+        dims: list[list[Place]] = [[None] * len(self.run.primes) for _ in outs]
         for space, prime in enumerate(self.run.primes):
-            found = follow_rows(func, args, kwargs, outs, 2 * prime, lambda t, s=space: _dims(t, spaces)[s])  # type: ignore[misc]
+            found = follow(2 * prime, partial(_place, space=space))
             if isinstance(found, Refusal):
                 self.facts.refusals.setdefault(space, found.reason)
-                found = [_first_multiple(t, prime) for t in outs]
+                found = [*(_first_multiple(t, prime) for t in outs)]
             for i, dim in enumerate(found):
                 dims[i][space] = dim
         for tensor, d in zip(outs, dims, strict=True):
             label(tensor, tuple(d))
-        return out
+
+    def _only_looks(self, outs: list[torch.Tensor], given: list[torch.Tensor]) -> bool:
+        """Whether the results are views, whatever the schema says: `unsafe_split` and its kin hide it from autograd."""
+        memory = {self.run.number(t) for t in given}
+        return bool(outs) and all(self.run.number(t) in memory for t in outs)
 
     def _touch(self, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         self.facts.reads |= {self.run.number(t) for t in read}
         self.facts.writes |= {self.run.number(t) for t in written}
 
-    def _refuse(self, reason: str) -> None:
-        for space in range(len(self.run.primes)):
-            self.facts.refusals.setdefault(space, reason)
 
-    def _label_by_size(self, outs: list[torch.Tensor]) -> None:
-        for t in outs:
-            label(t, tuple(_first_multiple(t, p) for p in self.run.primes))
-
-
+_RESHAPES = {"squeeze_", "unsqueeze_", "transpose_", "t_", "swapdims_", "swapaxes_"}
+"""Calls after which a tensor looks as its namesake's view of it would."""
 _LOOPS = {"_to_copy", "embedding", "index", "_softmax", "mean", "sum", "native_layer_norm",
           "max_pool2d_with_indices", "avg_pool2d"}  # fmt: skip
 _PRODUCTS = {"linear", "mm", "addmm", "bmm"}
@@ -402,6 +531,13 @@ def _called(node: fx.Node) -> str:
     """The name of what a node calls, without an overload's."""
     target: Any = node.target
     return target if isinstance(target, str) else getattr(target, "_opname", getattr(target, "__name__", ""))
+
+
+def _caller(node: fx.Node) -> fx.Node:
+    """The node that makes the result of which this one takes an item; else the node itself."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _name(func: Any) -> str:
@@ -418,11 +554,6 @@ def _end(func: Any) -> End | None:
 def _follows_from_sizes(value: Any) -> bool:
     kinds = (int, float, bool, torch.dtype, torch.device, torch.SymInt, type(None))
     return all(isinstance(leaf, kinds) for leaf in _torch.tree_leaves(value))
-
-
-def _is_batch(value: Any, primes: tuple[int, ...]) -> bool:
-    leaves = [v for v in _torch.tree_leaves(value) if isinstance(v, int) and not isinstance(v, bool)]
-    return any(v and v % p == 0 for v in leaves for p in primes)
 
 
 def _same(a: Any, b: torch.Tensor) -> bool:

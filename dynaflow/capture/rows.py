@@ -14,21 +14,19 @@ answer is a refusal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 
-from dynaflow import _torch
+from dynaflow import _torch, modules
 from dynaflow.capture import collectives, declared, operators, oracle, views
-from dynaflow.capture.alignment import ENDLESS, Call, Dims, Refusal, Signature, settle
+from dynaflow.capture.alignment import ENDLESS, Call, Dims, Merged, Place, Refusal, Signature, dim_in, settle
 
 __all__ = ["Refusal", "follow_rows"]
 
 # Arguments that switch an operator's randomness (and its running statistics) off when they are false or zero.
 _SWITCHES = ("dropout_p", "train", "training")
-
-# Their schema says that they write, but they do so in training only.
-_WRITES_IN_TRAINING = {"_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm"}
 
 # They count along their result.
 _POSITIONS = {"arange", "range", "eye", "linspace", "logspace", "tril_indices", "triu_indices"}
@@ -49,10 +47,15 @@ def follow_rows(
     kwargs: dict[str, Any],
     outs: list[torch.Tensor],
     rows: int,
-    dim_of: Callable[[torch.Tensor], int | None],
+    place_of: Callable[[torch.Tensor], Place],
+    *,
+    merged: bool = False,
 ) -> Dims | Refusal:
-    """The dimension on which each output carries the batch, or why the call can't be split along it."""
-    call = Call.bind(func, args, kwargs, outs, rows, dim_of)
+    """The dimension on which each output carries the batch, or why the call can't be split along it.
+
+    `merged`: an output may carry the rows behind another dimension.
+    """
+    call = Call.bind(func, args, kwargs, outs, rows, place_of)
     name, rule = _rule(func)
     carries = call.carries()
     refusal = _refused_outright(call, name, carries)
@@ -63,7 +66,13 @@ def follow_rows(
         return _checked(call, rule(call) if rule is not None and name in views.GROWING else whole)
     if not outs and not call.written():
         return [] if str(call) in _SILENT else call.refuse("makes no tensor, but a value of all rows")
-    return _checked(call, rule(call) if rule is not None else oracle.ask(call, args, kwargs))
+    answer = rule(call) if rule is not None else oracle.ask(call, args, kwargs)
+    if isinstance(answer, list) and rule is not views.view and any(call.behind(t) > 1 for t in call.inputs()):
+        return call.refuse("takes a tensor in which the rows of the batch lie behind another dimension")
+    dims = _checked(call, answer)
+    if not merged and isinstance(dims, list) and any(isinstance(place, Merged) for place in dims):
+        return call.refuse("makes a tensor in which the rows of the batch lie behind another dimension")
+    return dims
 
 
 def _rule(func: _torch.OpOverload) -> tuple[str, views.Rule | None]:
@@ -73,8 +82,10 @@ def _rule(func: _torch.OpOverload) -> tuple[str, views.Rule | None]:
         return name, operators.pointwise
     if namespace in collectives.NAMESPACES or (namespace != "aten" and declared.collective_of(func) is not None):
         return name, collectives.rule
+    if namespace == "dynaflow" and name in modules.RULES:
+        return name, modules.RULES[name]
     if namespace != "aten":
-        return name, declared.rule if declared.is_by_rows(func) else None
+        return name, declared.rule if declared.by_rows_of(func) else None
     # An in-place operator, and one that copies what another views, align as their namesakes do.
     for known in (name, name.removesuffix("_"), name.removesuffix("_copy")):
         rule = views.RULES.get(known) or operators.RULES.get(known)
@@ -110,9 +121,13 @@ def _refused_outright(call: Call, name: str, carries: bool) -> Refusal | None:
         return call.refuse(f"uses the size of the batch as a number ({argument})")
     if not carries:
         return None
-    reads_only = name in _WRITES_IN_TRAINING and not call.bound.get("training")
-    if not reads_only and any(call.dim_of(tensor) is None for tensor in call.written()):
+    if any(call.dim_of(tensor) is None for tensor in call.written()):
         return call.refuse("writes state shared by all rows")
+    # Some kernels write to `out=` as if it had no gaps. Rows of it have some unless they are outermost.
+    if torch.Tag.pointwise not in call.func.tags and any(
+        prod(tensor.shape[: call.dim_of(tensor)]) * call.behind(tensor) != 1 for tensor in call.given_out()
+    ):
+        return call.refuse("is given an out= of which the rows are not in one piece; leave out= away")
     return None
 
 
@@ -134,16 +149,11 @@ def _checked(call: Call, answer: Signature | Dims | Refusal) -> Dims | Refusal:
     dims = settle(call, answer) if isinstance(answer, Signature) else answer
     if isinstance(dims, Refusal):
         return dims
-    for out, dim in zip(call.outs, dims, strict=True):
-        shape, found = tuple(out.shape), call.batch_dims(out)
+    for out, place in zip(call.outs, dims, strict=True):
+        dim, shape, found = dim_in(place), tuple(out.shape), call.batch_dims(out)
         if found != ([] if dim is None else [dim]) or any(shape[d] % call.rows for d in found):
             return call.refuse(f"makes a tensor of shape {shape}, in which the rows can't be told apart")
-    returned = [
-        dim
-        for dim, result in zip(dims, call.func._schema.returns, strict=False)
-        if result.alias_info is not None and result.alias_info.is_write
-    ]
-    for dim, written in zip(returned, call.written(), strict=False):
-        if dim != call.dim_of(written):
+    for place, tensor in zip(dims, call.returned(), strict=False):
+        if tensor is not None and place != call.place_of(tensor):
             return call.refuse("writes its result to a tensor that carries the batch elsewhere")
     return dims

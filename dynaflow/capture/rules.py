@@ -8,6 +8,7 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import fx, nn
 
 from dynaflow import _torch
 from dynaflow.capture.collectives import is_collective
-from dynaflow.errors import PartitionError, user_line
+from dynaflow.errors import PartitionError, shown, user_line
 
 MARK = "dynaflow"
 ORIGIN = "dynaflow_origin"
@@ -39,10 +40,11 @@ class SplitModule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tag", tag_tuple(self.tag))
+        _check_flags(self)
         is_class = isinstance(self.match, type) and issubclass(self.match, nn.Module)
         if not (is_class or isinstance(self.match, (str, re.Pattern))):
             raise PartitionError(
-                f"SplitModule can't match by {self.match!r}",
+                f"SplitModule can't match by {shown(self.match)}",
                 line=user_line(),
                 advice="pass a glob on the module path, re.compile(...), or a subclass of torch.nn.Module",
             )
@@ -77,9 +79,10 @@ class SplitFunc:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tag", tag_tuple(self.tag))
+        _check_flags(self)
         if not (isinstance(self.match, (str, re.Pattern)) or callable(self.match)):
             raise PartitionError(
-                f"SplitFunc can't match by {self.match!r}",
+                f"SplitFunc can't match by {shown(self.match)}",
                 line=user_line(),
                 advice="pass an operator of torch.ops, a function, or a pattern on the target's name",
             )
@@ -103,11 +106,26 @@ class SplitFunc:
 Rule = SplitModule | SplitFunc
 
 
+def _check_flags(rule: Rule) -> None:
+    if not isinstance(rule.splittable, (bool, NoneType)) or not isinstance(rule.optional, bool):
+        raise PartitionError(
+            f"{rule}: splittable={shown(rule.splittable)}, optional={shown(rule.optional)}",
+            line=user_line(),
+            advice="pass True or False; splittable=None leaves it to the analysis",
+        )
+
+
 def mark(name: str, *, tag: str | tuple[str, ...] = (), splittable: bool | None = None) -> Any:
     """Marks a region of model code as one operator: `with mark("router"):`, or `@mark("router")` on a function.
 
     It leaves the graph whole under torch.compile and does nothing in eager mode.
     """
+    if not isinstance(name, str) or not isinstance(splittable, (bool, NoneType)):
+        raise PartitionError(
+            f"mark({shown(name)}, splittable={shown(splittable)})",
+            line=user_line(),
+            advice='pass a name, mark("router"), and True, False or None',
+        )
     note = (name, tag_tuple(tag), splittable)
     if torch.compiler.is_compiling():
         # Annotations of one key replace one another. With a key of its own each entry of a region stays
@@ -153,7 +171,12 @@ class _Mark:
 
 
 def tag_tuple(tag: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (tag,) if isinstance(tag, str) else tuple(tag)
+    if isinstance(tag, str):
+        return (tag,)
+    if not isinstance(tag, (tuple, list, set, frozenset)) or not all(isinstance(t, str) for t in tag):
+        advice = 'pass a text, or several: tag=("mlp", "memory")'
+        raise PartitionError(f"tag={shown(tag)}", line=user_line(), advice=advice)
+    return tuple(tag)
 
 
 def target_names(node: fx.Node) -> list[str]:
@@ -193,10 +216,15 @@ def source_line(node: fx.Node) -> str | None:
 
 def _normalise(path: str) -> str:
     """Dynamo's spelling of a module path -> the path below the root: L['self']._modules['layers'][0] -> layers.0"""
-    path = path.replace(".__dict__['_modules']", "").replace("._modules", "")
+    path = unwrapped(path.replace(".__dict__['_modules']", "").replace("._modules", ""))
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     path = re.sub(r"^[LG]\.[^.]*", "", path)
     return re.sub(r"^(\.__closure__\.\d+\.cell_contents|\.__\w+__)+", "", path).strip(".")
+
+
+def unwrapped(path: str) -> str:
+    """The path, less the steps from a compiled module (torch.compile's or ours) to the model behind it."""
+    return re.sub(r"\.(_orig_mod|_df_model)\b", "", path)
 
 
 def _same_operator(target: Any, wanted: Any) -> bool:

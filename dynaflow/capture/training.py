@@ -1,4 +1,5 @@
-"""Forward and backward of a captured model: the graphs that AOTAutograd makes of it, read like one that Dynamo made.
+"""The graphs that AOTAutograd makes of a captured model, read like one that Dynamo made: forward and backward, or the
+one of a model that wants no gradients, but has nodes that can't be looked at one by one.
 
 AOTAutograd traces both passes at once, decomposes them as Inductor wants it, and decides what forward saves for
 backward and what is computed again. Either graph then has operators, plans and lanes of its own. Nodes of the
@@ -11,15 +12,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.graph import BatchDims, CapturedGraph, copied
+from dynaflow.capture.graph import BatchDims, CapturedGraph, Phase, copied, input_name
 from dynaflow.capture.rules import ORIGIN, module_stack
 from dynaflow.capture.updating import Updating, base
+from dynaflow.errors import DynaFlowError
 from dynaflow.updates import Updates
 
 
@@ -27,6 +30,34 @@ def wants_gradients(gm: fx.GraphModule) -> bool:
     """Whether a backward pass may follow."""
     examples = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
     return torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
+
+
+def returns_gradients(gm: fx.GraphModule) -> bool:
+    """Whether results have a backward pass of their own, though no gradients are wanted of the graph: a region of it
+    turns them on."""
+    (output,) = gm.graph.find_nodes(op="output")
+    examples = (node.meta.get("example_value") for node in output.all_input_nodes if node.op != "placeholder")
+    return any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
+
+
+def strange_parts(gm: fx.GraphModule) -> str | None:
+    """What keeps a graph from being looked at node by node until AOTAutograd has taken it apart, if anything does."""
+    if _torch.has_transforms(gm):
+        return "transforms of torch.func"
+    return "nested tensors" if any(map(_is_nested, gm.graph.nodes)) else None
+
+
+def takes_nested(gm: fx.GraphModule) -> bool:
+    return any(map(_is_nested, gm.graph.find_nodes(op="placeholder")))
+
+
+def _is_nested(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.Tensor) and example.is_nested
+
+
+class Overwritten(Exception):
+    """AOTAutograd (seen on 2.13) saves an input for the backward pass that the forward pass has written by then."""
 
 
 class Passes:
@@ -40,21 +71,31 @@ class Passes:
         offload_saved: int | None,
         offload_most: int | None,
         updates: Updates | None,
+        *,
+        training: bool,
     ) -> None:
+        self._training = training
         self._parameters, self._declared = parameters, declared
         self._at_least, self._most = offload_saved, offload_most
         self._partial = _torch.is_part(gm)
-        places = gm.graph.find_nodes(op="placeholder")
-        self._inputs = {f"primals_{i}": node.meta for i, node in enumerate(places, 1)}
-        """Of the graph that Dynamo made; AOTAutograd gives them these names, in both passes."""
+        self._inputs = [fx.Graph().node_copy(node) for node in gm.graph.find_nodes(op="placeholder")]
+        """Of the graph that Dynamo made, which goes."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
+        self._memory = _memory_of_results(gm)
         self._forward: CapturedGraph | None = None
         self._stored: dict[str, fx.Node] = {}
         """What the forward pass stores in host memory, by the name that it has in both passes."""
         self._updating: Updating | None = None
-        if updates is not None:
-            real = {name: _torch.graph_input(node)[2] for name, node in zip(self._inputs, places, strict=True)}
-            self._updating = Updating(updates, real, self._partial)
+        if updates is not None and training:
+            real = [_torch.graph_input(node)[2] for node in self._inputs]
+            if any(_torch.wrapped_tensors(tensor) not in (None, 1) for tensor in real):
+                raise DynaFlowError(
+                    "optimizer=: a weight is made of several tensors",
+                    advice="compile without optimizer=, and let the optimizer step by itself",
+                )
+            # AOTAutograd gives them these names, in both passes.
+            named = {f"primals_{i}": tensor for i, tensor in enumerate(real, 1)}
+            self._updating = Updating(updates, named, self._partial)
 
     def read(self, gm: fx.GraphModule, backward: bool) -> CapturedGraph:
         """One of the passes. The forward pass comes first."""
@@ -63,15 +104,23 @@ class Passes:
             self._name_as_dynamo_does(node)
             if backward and node.op == "call_function" and not node.meta.get("nn_module_stack"):
                 node.meta["nn_module_stack"] = _around(node)
-        if self._at_least is not None:
+        if not backward:
+            self._check_saved(gm)
+            _keep_apart(gm, self._memory)
+        if self._at_least is not None and self._training:
             self._fetch(gm) if backward else self._store(gm, self._at_least)
         if self._updating is not None:
             self._updating.add_to_backward(gm) if backward else self._updating.look_at_forward(gm)
         rows = self._forward.batch_symbols if backward and self._forward is not None else None
+        passes: Phase = "backward" if backward else "forward"
         graph = CapturedGraph(
             gm, self._parameters, self._declared if rows is None else None,
-            phase="backward" if backward else "forward", partial=self._partial, batch_symbols=rows,
+            phase=passes if self._training else "inference", partial=self._partial, batch_symbols=rows,
+            saved=_saved_alone(gm) if self._training and not backward else frozenset(),
+            forward=self._forward if backward else None,
         )  # fmt: skip
+        for given in graph.inputs:
+            given.node.meta.pop(_torch.GIVEN, None)  # it would keep the tensor
         if not backward:
             self._forward = graph
         return graph
@@ -80,17 +129,25 @@ class Passes:
         """What runs a pass, as AOTAutograd calls it."""
         return self._updating.call(run) if backward and self._updating is not None else run
 
+    def _check_saved(self, gm: fx.GraphModule) -> None:
+        (output,) = gm.graph.find_nodes(op="output")
+        for node in output.args[0][_torch.saved_results()]:
+            if not isinstance(node, fx.Node):
+                continue
+            made_of = base(node)
+            if _is_written(made_of):
+                name = input_name(_torch.graph_input(made_of)[0], self._parameters)
+                raise Overwritten(f"the backward pass needs the input {name!r} as it is before the model writes to it")
+
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
         """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
         (output,) = gm.graph.find_nodes(op="output")
         results, saved = list(output.args[0]), range(len(output.args[0]))[_torch.saved_results()]
-        returned = {results[i] for i in range(len(results)) if i not in saved}
         sizes = {
-            results[i]: size
-            for i in saved
-            if isinstance(results[i], fx.Node) and results[i] not in returned  # a number, or a result as well
-            if base(results[i]).op == "call_function"  # not a view of a weight
-            if (size := _bytes(results[i].meta["val"])) >= max(at_least, 1)
+            node: size
+            for node in _saved_alone(gm)
+            if base(node).op == "call_function"  # not a view of a weight
+            if (size := _bytes(node.meta["val"])) >= max(at_least, 1)
         }
         for node in _chosen(gm, sizes, math.inf if self._most is None else self._most):
             with gm.graph.inserting_after(node):
@@ -124,8 +181,72 @@ class Passes:
         sources = meta.get("source_fn_stack") or meta.get("fwd_source_fn_stack")
         if sources and (call := sources[-1][0]) in self._calls:
             meta[ORIGIN] = (call, self._calls[call])
-        if node.op == "placeholder" and "grapharg" in self._inputs.get(node.name, ()):
-            meta["grapharg"] = self._inputs[node.name]["grapharg"]
+        if node.op == "placeholder" and (given := _torch.traced_input(node)) is not None:
+            index, attributes = given
+            if attributes:
+                meta[_torch.GIVEN] = self._inside(self._inputs[index], attributes)
+            elif "grapharg" in self._inputs[index].meta:
+                meta["grapharg"] = self._inputs[index].meta["grapharg"]
+
+    def _inside(self, node: fx.Node, attributes: Sequence[str]) -> tuple[str, bool, Any]:
+        """As `graph_input` has it, of a tensor that another one wraps."""
+        name, owned, real = _torch.graph_input(node)
+        owned = owned or isinstance(real, torch.nn.Parameter)
+        return ".".join((name, *attributes)), owned, reduce(lambda t, name: getattr(t, name, None), attributes, real)
+
+
+def _memory_of_results(gm: fx.GraphModule) -> list[int | None]:
+    """Equal numbers for results of a graph that share memory; None for what is no tensor."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in output.args[0]]
+    return [
+        _torch.storage_id(v) if isinstance(v, torch.Tensor) and v.layout is torch.strided else None for v in values
+    ]
+
+
+def _keep_apart(gm: fx.GraphModule, eager: Sequence[int | None]) -> None:
+    """Copies results that share memory with others, or with an input that is written, only since a copy was left out:
+    Inductor's front end (seen on 2.11 and 2.13) does not look for copies of what became a view by another one's going,
+    nor AOTAutograd for what becomes the same by `copy_`. `eager`: what the graph's results share.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    results, fresh, first = list(output.args[0]), set(_torch.fresh_results()), _torch.first_result()
+    memory: dict[fx.Node, tuple[int, int | None]] = {}
+    copies: dict[tuple[fx.Node, int], fx.Node] = {}
+    for i, node in list(enumerate(results[: _torch.returned_results()])):
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        own = eager[i - first] if first <= i < first + len(eager) else None
+        made_of, storage = base(node), _torch.storage_id(value)  # the example is from before that
+        other, others = memory.setdefault(made_of, (storage, own))
+        apart = other != storage if own is None or others is None else others != own
+        if apart or (i in fresh and _is_written(made_of)):
+            key = node, storage if own is None else own  # a tensor that is returned twice is copied once
+            if key not in copies:
+                with gm.graph.inserting_after(node):
+                    copies[key] = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+                copies[key].meta = dict(node.meta)
+            results[i] = copies[key]
+    if results != list(output.args[0]):
+        output.args = (tuple(results),)
+        gm.recompile()
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether it is an input that the graph writes in the end: until then it is what it was."""
+    given = _torch.traced_input(node) if node.op == "placeholder" else None
+    return given is not None and given[0] in _torch.written_inputs()
+
+
+def _saved_alone(gm: fx.GraphModule) -> frozenset[fx.Node]:
+    """The results of a forward pass that are handed to the backward pass and not to the caller."""
+    (output,) = gm.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    saved = range(len(results))[_torch.saved_results()]
+    returned = {id(result) for i, result in enumerate(results) if i not in saved}
+    found = (results[i] for i in saved)
+    return frozenset(node for node in found if isinstance(node, fx.Node) and id(node) not in returned)
 
 
 def _chosen(gm: fx.GraphModule, sizes: Mapping[fx.Node, int], most: float) -> list[fx.Node]:

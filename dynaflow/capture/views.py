@@ -24,6 +24,7 @@ from dynaflow.capture.alignment import (
     Signature,
     by_name,
     from_right,
+    place_at,
     straight,
     wrap,
     wrapped,
@@ -43,18 +44,19 @@ def _grown(call: Call) -> Dims:
     return [next(iter(call.batch_dims(out)), None) for out in call.outs]
 
 
-def _view(call: Call) -> Dims | Refusal:
+def view(call: Call) -> Dims | Refusal:
     """Another shape over the same memory, or another dtype, which regroups the last dimension."""
     tensor, out = call["self"], call.outs[0]
     dim, there = call.dim_of(tensor), call.batch_dims(out)
     if dim is None or not there:
         return [None]
     # Flat positions are (before * rows + row) * inner + rest on both sides, so a row stays a row exactly
-    # when as much lies before it.
-    if prod(tensor.shape[:dim]) != prod(out.shape[: there[0]]):
-        shapes = " to ".join(_told(shape, tensor.shape[dim]) for shape in (tensor.shape, out.shape))
+    # when as much lies before it: in other dimensions, or in the one that has the rows.
+    before, outside = prod(tensor.shape[:dim]) * call.behind(tensor), prod(out.shape[: there[0]])
+    if before % outside or out.shape[there[0]] % (before // outside * call.rows):
+        shapes = " to ".join(_told(shape, call.rows) for shape in (tensor.shape, out.shape))
         return call.refuse(f"from {shapes} does not keep the rows of the batch apart")
-    return [there[0]]
+    return [place_at(there[0], before // outside)]
 
 
 def _told(shape: torch.Size, rows: int) -> str:
@@ -260,7 +262,7 @@ _FILLS = """zeros ones full empty empty_strided empty_permuted new_zeros new_one
 
 RULES: dict[str, Rule] = by_name(
     {
-        "view _unsafe_view reshape _reshape_alias": _view,
+        "view _unsafe_view reshape _reshape_alias": view,
         "expand": _expand,
         "repeat": _repeat,
         "permute": _permute,

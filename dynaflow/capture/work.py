@@ -147,7 +147,7 @@ def _target(module: fx.GraphModule, node: fx.Node) -> str:
         return f"{held.dtype} {tuple(held.shape)}" if isinstance(held, torch.Tensor) else type(held).__name__
     if isinstance(target, str):
         return target
-    if isinstance(target, (_torch.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (_torch.OpOverload, _torch.OpOverloadPacket)):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 

@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,7 @@ from dynaflow.imported import imported, searched
 from dynaflow.models.build import Attention, Situation, build
 from dynaflow.models.build import inputs as inputs_of
 from dynaflow.schedule.base import OpSchedulerBase
-from dynaflow.strategies import make
+from dynaflow.strategies import kind_named, make, takes_several
 
 ModelName = Annotated[
     str,
@@ -189,16 +190,23 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 def scheduler_named(strategy: str, options: list[str] | None) -> OpSchedulerBase:
     """A strategy by its name, or a class of the user's by where it is."""
-    named = dict(_option(text) for text in options or ())
     with searched(os.getcwd()):
-        return make(strategy, **named)
+        kind = kind_named(strategy)
+        return make(strategy, **dict(_option(text, kind) for text in options or ()))
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _option(text: str, kind: type) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise ScheduleError(f"--option {text!r}", advice="say name=value, such as parts=3")
+    found = _literal(value)
+    if takes_several(kind, name) and not isinstance(found, (list, tuple, set, NoneType)):
+        found = [_literal(word) for word in value.split(",")]
+    return name, found
+
+
+def _literal(value: str) -> Any:
     try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):  # a word
-        return name, value
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # a word
+        return value

@@ -98,11 +98,12 @@ def _torch() -> Check:
 
 
 def _compiler() -> Check:
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    own = os.environ.get("CXX")
+    found = shutil.which(own or ("clang++" if sys.platform == "darwin" else "g++"))  # where Inductor looks
     return Check(
-        name="C++ compiler", ok=found is not None, found=found or "none", serves='operators="inductor", the default',
-        advice='install g++, or pass operators="eager"', essential=True,
+        name="C++ compiler", ok=found is not None, found=found or (f"none at CXX={own}" if own else "none"),
+        serves='operators="inductor", the default', essential=True,
+        advice='install g++, or set CXX to the C++ compiler that there is; operators="eager" needs none',
     )  # fmt: skip
 
 
@@ -175,9 +176,9 @@ def _cache() -> Check:
         return Check(name="cache", ok=False, found="off", serves=serves, advice="unset DYNAFLOW_CACHE")
     folder = store.default_root()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        store.made(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as e:
-        return Check(name="cache", ok=False, found=f"{folder}: {e.strerror}", serves=serves, advice=advice)
+        return Check(name="cache", ok=False, found=f"{folder}: {e.strerror or e}", serves=serves, advice=advice)
     return Check(name="cache", ok=True, found=str(folder), serves=serves)

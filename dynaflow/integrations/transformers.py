@@ -147,7 +147,8 @@ class Phase:
         given = [name for name, value in kwargs.items() if value is not None]
         kind = (_tokens(args, kwargs).size(0) == 1, len(args), *given)
         if kind not in self._functions:
-            self._functions[kind] = api.CompiledModel(self._plain, self._any._engine, self._fullgraph)
+            engine, options = self._any._df_engine, self._any._df_options
+            self._functions[kind] = api.CompiledModel(self._plain, engine, self._fullgraph, options)
         return self._functions[kind]
 
 
@@ -290,6 +291,8 @@ def _has_ranks(model: Any) -> bool:
 
 def _check(model: Any) -> None:
     """Raises if the model, or the transformers that it is of, can't be accelerated."""
+    if isinstance(model, api.CompiledModel):
+        raise DynaFlowError("accelerate() got a compiled model", advice="pass the model itself: it compiles its calls")
     if not hasattr(model, "generate") or getattr(model, "generation_config", None) is None:
         raise DynaFlowError(
             f"{type(model).__name__} does not generate",

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from dynaflow import _torch
+from dynaflow import _torch, forks
 
 KEPT = 2
 """Caches whose memory is kept, if as many are in use at once: two threads that generate, or one that holds a result."""
@@ -37,7 +36,7 @@ class CacheMemory:
     """Lends memory to caches, and takes it back when nobody holds it any more."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._kept: list[_Blocks] = []
         """In the order of their use."""
         self._made = 0

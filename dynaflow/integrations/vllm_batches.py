@@ -32,7 +32,6 @@ _FIELDS = by_name(
         "positions": "tokens",
         "is_prefilling req_idx rswa_prefix_lens": "requests",
         "dcp_local_seq_lens dcp_local_seq_lens_cpu dcp_local_seq_lens_cpu_upper_bound": "whole requests",
-        "replayssm_decode_base_cpu": "whole requests",
         "causal": "kept",
         "_num_computed_tokens_cpu _num_computed_tokens_cache _token_to_req_indices_cache": "found out when asked for",
     }
@@ -46,18 +45,19 @@ class Step(Batch):
 
     now: ClassVar[Step]  # as vLLM's forward context, a global, since lanes may run in threads of their own
     entangled: ClassVar[str] = UNKNOWN  # why requests of this moment can't be parted, if they can't: `Blocks` knows
+    told: ClassVar[set[str]] = set()  # layers whose operators are told their rows
 
-    def __init__(self, context: Any, rows: int) -> None:
+    def __init__(self, context: Any, rows: int, why_whole: str = "") -> None:
         self.context = context
         self.size = getattr(context, "batch_descriptor", None)  # as vLLM calls what it captures
         layers = getattr(context, "attn_metadata", None)
         self.metadata = {id(m): m for m in layers.values()} if isinstance(layers, dict) else {}
         lengths, piece = [], PIECE
-        if not (why := self._why_whole()):
-            commons = [metadata._dynaflow_built[-1] for metadata in self.metadata.values()]
-            starts = commons[0].query_start_loc_cpu.tolist()
+        if not (why := why_whole or self._why_whole()):
+            built = [metadata._dynaflow_built for metadata in self.metadata.values()]
+            starts = built[0][-1].query_start_loc_cpu.tolist()
             lengths = [b - a for a, b in itertools.pairwise(starts) if b > a]  # without requests that are padding, too
-            piece = rows if any(way == "whole requests" for c in commons for _, _, way in _fields(c)) else PIECE
+            piece = PIECE if all(_are_parted(group, common) for _, group, _, common in built) else rows
         super().__init__(rows, lengths, piece=piece, most=PARTS, why_whole=why)
 
     def _why_whole(self) -> str:
@@ -71,6 +71,9 @@ class Step(Batch):
                 return "attention metadata of unknown origin"
             if why := _uncuttable(common):
                 return why
+        for name in self.context.attn_metadata.keys() - Step.told:
+            if not getattr(self.context.no_compile_layers.get(name), "is_draft_layer", False):
+                return f"no operator says that it uses {name}"
         return Step.entangled
 
     def part(self, start: int, stop: int) -> Any:
@@ -111,6 +114,19 @@ def _uncuttable(common: Any) -> str:
         return "attention metadata have no seq_lens_cpu_upper_bound, without which vLLM does not cut them"
     strange = (n for n, value, way in _fields(common) if not way or (n == "causal" and isinstance(value, torch.Tensor)))
     return next((f"attention metadata have a {name}" for name in strange), "")
+
+
+def _are_parted(group: Any, common: Any) -> bool:
+    """Whether requests can be cut inside: all that is known of them can be cut, and a piece finds what layers keep of
+    the pieces before. That is so of caches with a place for each token, and of states with one for each request; not
+    of those whose place follows from how many tokens the request has in all ("align", with prefix caching)."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    if any(way == "whole requests" for _, _, way in _fields(common)):
+        return False
+    if isinstance(spec := group.kv_cache_spec, MambaSpec):
+        return getattr(spec, "mamba_cache_mode", "") == "none"
+    return isinstance(spec, (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec))
 
 
 def cut(common: Any, start: int, stop: int) -> Any:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import itertools
 import linecache
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 
+from dynaflow.errors import printable
 from dynaflow.lower.marks import Marks
 from dynaflow.lower.segments import Segment
 from dynaflow.lower.steps import Program, Step
+from dynaflow.lower.untried import Untried
 
 _numbers = itertools.count()
 
@@ -56,6 +60,10 @@ class _Writer:
         if tasks:
             self.tasks[len(self.lines)] = tasks
 
+    def comment(self, text: str, code: str = "") -> None:
+        """Names come from models and plans, and may hold anything: line breaks, for one."""
+        self.line(f"{code}# {printable(text)}")
+
     def mark(self, step: int, side: int, stream: str = "s0") -> None:
         """For a recording, at the start (0) or at the end (1) of the call that begins with the step."""
         number = self.marks.at[step][side] if self.marks else None
@@ -87,7 +95,15 @@ def generate(
     if marks:
         names |= {"clock": time.perf_counter, "current_stream": partial(torch.cuda.current_stream, marks.device)}
     exec(compile(source, filename, "exec"), names)
+    for name, call in program.names.items():
+        if isinstance(call, Untried):
+            call.then(partial(_put, weakref.ref(names["run"]), name))
     return Code(source=source, run=names["run"], filename=filename, tasks=out.tasks, names=names)
+
+
+def _put(run: weakref.ref[FunctionType], name: str, call: Any) -> None:
+    if (found := run()) is not None:
+        found.__globals__[name] = call
 
 
 def forget(filename: str) -> None:
@@ -151,7 +167,7 @@ def _let_go(out: _Writer, names: list[str], tasks: tuple[int, ...], scope: froze
 
 
 def _title(out: _Writer, step: Step) -> None:
-    out.line(f"# {', '.join(map(str, step.tasks))}: {step.title}")
+    out.comment(f"{', '.join(map(str, step.tasks))}: {step.title}")
 
 
 def _end(out: _Writer, program: Program) -> None:
@@ -227,7 +243,7 @@ def _threads(out: _Writer, program: Program, hook: bool) -> None:
     freed = dict.fromkeys(name for step in program.steps for name in (*step.frees_first, *step.frees))
     shared = [*program.variables, *(name for name in freed if name not in program.variables)]
     for number, lane in enumerate(program.lanes):
-        out.line(f"def lane_{number}():  # {lane}")
+        out.comment(lane, f"def lane_{number}():  ")
         out.indent += 1
         if shared:
             out.line(f"nonlocal {', '.join(shared)}")

@@ -1,7 +1,7 @@
 """A plan's function for micro-batches of any size.
 
-The generated code gets the sizes as one more argument, and its operators are compiled for all sizes. So a batch that is
-different every time needs no new function: only its cuts.
+The generated code gets the sizes as one more argument, those of other dims that vary as well, and its operators are
+compiled for all sizes. So a batch that is different every time needs no new function: only its cuts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Elastic:
     def at(self, plan: Plan, sizes: Sizes) -> Lowered | None:
         """For a plan that differs in the sizes of its micro-batches; None if an operator does not fit them."""
         graph = self.lowered.graph
-        cuts = extents(plan, len(graph.spaces))
+        cuts = extents(plan, graph, sizes)
         if cuts not in self._fits:
             if len(self._fits) >= KEPT:
                 self._fits.clear()

@@ -20,7 +20,8 @@ from dynaflow.offload import fetch_into
 
 
 def _linear_out(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    count = x.shape[:-1].numel()  # not -1, which is ambiguous where a row is empty
+    rows, flat = x.reshape(count, x.shape[-1]), out.view(count, out.shape[-1])
     if bias is None:
         _mm_out(rows, weight.t(), flat)
     else:

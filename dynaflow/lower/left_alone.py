@@ -10,12 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import fx
 
 from dynaflow._torch import REGIONS, SET_GRAD, Boxed
 from dynaflow.capture.declared import is_left_alone
 from dynaflow.capture.graph import KIND
+from dynaflow.lower.untried import Untried
 
 _REGION_MARKS = {*REGIONS, *REGIONS.values(), SET_GRAD}
 """Cut off from its marks, what lies in a region would not be compiled for it: a graph with regions stays as it is."""
@@ -82,10 +85,13 @@ def in_turn(graph: fx.Graph, pieces: Sequence[Piece], calls: Iterable[Boxed]) ->
     place = {node: i for i, node in enumerate([*inputs, *(node for piece in pieces for node in piece.writes)])}
     last = {node: i for i, piece in enumerate(pieces) for node in piece.reads}
     last |= dict.fromkeys(output.all_input_nodes, len(pieces))
-    steps = []
+    steps: list[list[Any]] = []
     for i, (piece, call) in enumerate(zip(pieces, calls, strict=True)):
         done = [place[node] for node in piece.reads if last[node] == i]
-        steps.append((call, [place[n] for n in piece.reads], done, [place[n] for n in piece.writes]))
+        step = [call, [place[n] for n in piece.reads], done, [place[n] for n in piece.writes]]
+        if isinstance(call, Untried):
+            call.then(partial(step.__setitem__, 0))
+        steps.append(step)
     idle = [place[node] for node in inputs if node not in last]
     results = [(place[given] if isinstance(given, fx.Node) else None, given) for given in output.args[0]]
     more = len(place) - len(inputs)

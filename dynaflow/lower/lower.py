@@ -7,7 +7,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -17,10 +18,11 @@ from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.codegen import Code, event_count, forget, generate
 from dynaflow.lower.elastic import Elastic
 from dynaflow.lower.marks import Branches, MarkAside, Marks, in_a_row, make_marks, whole_marks
-from dynaflow.lower.operators import Operators, Sizes, Source
+from dynaflow.lower.operators import CompilerFailed, Condition, Operators, Sizes, Source
 from dynaflow.lower.program import NotElastic, make_program
 from dynaflow.lower.segments import make_segments
 from dynaflow.lower.steps import Program
+from dynaflow.lower.untried import Untried
 from dynaflow.run.arena import Arena, BlockPool
 from dynaflow.run.graphs import CaptureError, Graphed, GraphPool
 from dynaflow.run.lanes import Call, LanePool
@@ -29,6 +31,7 @@ from dynaflow.schedule.context import fusion_values
 from dynaflow.schedule.plan import Plan, Task, one_by_one
 from dynaflow.stats import Stats
 
+Made = TypeVar("Made")
 OnTask = Callable[[Task, str], None]
 CudaGraph = Literal["plan", "pieces"] | None
 
@@ -64,6 +67,8 @@ class Lowered:
         """What that has made."""
         if code:
             weakref.finalize(self, forget, code.filename)
+        if isinstance(run, Untried):
+            run.then(partial(_settle, weakref.ref(self), run))
 
     def __call__(self, args: list[Any]) -> Any:
         try:
@@ -109,6 +114,11 @@ class Lowered:
         tasks = [self.plan.tasks[i] for i in indices]
         which = f"task {indices[0]}" if len(tasks) == 1 else f"tasks {', '.join(map(str, indices))}, compiled as one"
         return f"{which}, {', then '.join(map(str, tasks))}, on lane {tasks[0].lane}"
+
+
+def _settle(lowered: weakref.ref[Lowered], untried: Untried, call: Boxed) -> None:
+    if (found := lowered()) is not None and found.run is untried:
+        found.run = call
 
 
 def _all(lowered: Lowered, args: list[Any]) -> dict[int, Any]:
@@ -189,7 +199,8 @@ class Lowerer:
     def _program(self, job: _Job, **more: Any) -> tuple[Program, Plan]:
         """And the plan by whose lanes it runs."""
         plan, graph, functions = job.plan, job.graph, job.functions
-        program = make_program(plan, graph, job.sizes, self.operators, functions, chains=job.chains, **more)
+        make = partial(make_program, plan, graph, job.sizes, self.operators, functions, chains=job.chains, **more)
+        program = _until_compiled(make)
         return (in_a_row(program), plan.on_one_lane(program.lanes[0])) if job.row else (program, plan)
 
     def elastic(
@@ -197,7 +208,7 @@ class Lowerer:
     ) -> Elastic | None:
         """The plan for micro-batches of all sizes, if there can be such a thing."""
         job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions, chains=self.chains)
-        if self.cudagraph is not None:
+        if self.cudagraph is not None or not graph.spaces:  # without a batch there is nothing to stretch
             return None
         if plan.sequential:
             return self._elastic_sequence(job)
@@ -210,11 +221,16 @@ class Lowerer:
 
     def _elastic_sequence(self, job: _Job) -> Elastic:
         program = Program(arguments=0, lanes=[], used=[])
-        if (source := self._whole(job.graph.graph)) is None:
+        if (source := self._whole(job.graph.graph, _writes_inputs(job.graph))) is None:
             run = self.operators.as_it_is(job.graph.graph.gm)
         else:
-            run, conditions = self.operators.get_for_all(source, job.sizes, uncut=True)
-            self.operators.finish()
+
+            def compiled() -> tuple[Boxed, frozenset[Condition]]:
+                found = self.operators.get_for_all(source, job.sizes, uncut=True)
+                self.operators.finish()
+                return found
+
+            run, conditions = _until_compiled(compiled)
             program.conditions.update(((0,), holds) for holds in conditions)
 
         def run_whole(args: list[Any]) -> Any:
@@ -226,7 +242,7 @@ class Lowerer:
         return Elastic(lowered, program, job.functions, lambda plan, sizes: lowered)
 
     def _uncut(self, job: _Job) -> Lowered:
-        lowered = Lowered(job.plan, job.graph, self.whole(job.graph.graph, job.sizes))
+        lowered = Lowered(job.plan, job.graph, self.whole(job.graph.graph, job.sizes, _writes_inputs(job.graph)))
         return _timed(job, lowered) if job.marked else lowered
 
     def _lowered(self, job: _Job, program: Program, code: Code, run: Boxed, marks: Marks | None) -> Lowered:
@@ -281,27 +297,35 @@ class Lowerer:
                 hidden |= {v for op, parts in items for v in op.writes if (v, parts) not in shown}
         inner = tuple(v for op in graph.ops for v in op.writes if v not in hidden)
         every = replace(graph, outputs=inner, ending=None)
-        program = make_program(plan, every, job.sizes, self.operators, job.functions, chains=False)
+        make = partial(make_program, plan, every, job.sizes, self.operators, job.functions, chains=False)
+        program = _until_compiled(make)
         code = self._generate(program, job.device)
         results = self._runnable(plan, program, code, job.device, self._blocks_for(job))(args)
         forget(code.filename)
         return dict(zip(inner, results, strict=True))
 
-    def whole(self, graph: CapturedGraph, sizes: Sizes) -> Boxed:
-        """The uncut graph."""
-        if (source := self._whole(graph)) is None:
+    def whole(self, graph: CapturedGraph, sizes: Sizes, writes: bool = True) -> Boxed:
+        """The uncut graph. `writes`: it may write to its inputs."""
+        if (source := self._whole(graph, writes)) is None:
             return self.operators.as_it_is(graph.gm)
-        call = self.operators.get(source, sizes)
-        self.operators.finish()
-        return call
 
-    def _whole(self, graph: CapturedGraph) -> Source | None:
+        def compiled() -> Boxed:
+            call = self.operators.get(source, sizes)
+            self.operators.finish()
+            return call
+
+        return _until_compiled(compiled)
+
+    def _whole(self, graph: CapturedGraph, writes: bool) -> Source | None:
         """The uncut graph for the compiler; None if it runs as it is."""
-        if self.operators.mode == "eager" or any(i.kind is None for i in graph.inputs):
+        if self.operators.mode == "eager" or any(i.kind is None or i.memory is not None for i in graph.inputs):
             return None
         inputs = tuple(i.kind for i in graph.inputs)
         still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
-        return Source(module=graph.gm, inputs=inputs, still=still, tensors=False, free=frozenset())
+        return Source(
+            module=graph.gm, inputs=inputs, still=still, tensors=False, writes=writes, name="the uncut graph",
+            free=frozenset(),
+        )  # fmt: skip
 
     # CUDA graphs
 
@@ -434,6 +458,19 @@ class Lowerer:
             return None
         on_task, tasks = self.on_task, plan.tasks
         return lambda index, moment: on_task(tasks[index], moment)
+
+
+def _writes_inputs(graph: OpGraph) -> bool:
+    return any(v.input is not None and v.storage in graph.written for v in graph.values)
+
+
+def _until_compiled(make: Callable[[], Made]) -> Made:
+    """What the compiler fails on late is uncompiled the next time that it is asked for; so there is an end."""
+    while True:
+        try:
+            return make()
+        except CompilerFailed:
+            continue
 
 
 def _spread(function: Callable[..., Any]) -> Boxed:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 
-from dynaflow.capture.graph import span
-from dynaflow.capture.ops import OpGraph, Value
+from dynaflow.capture.ops import Op, OpGraph, Value
+from dynaflow.capture.rules import target_names
 from dynaflow.lower.ends import is_product, result_node
 from dynaflow.lower.units import Parts, Unit, are_neighbours
 
@@ -53,7 +52,7 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
             if unit.fused:
                 elsewhere.update(op.writes)
                 lent.update(op.reads)
-            elif not all(graph.values[v].fresh for v in op.writes):
+            elif not all(graph.values[v].fresh for v in op.writes) or _addresses_memory(op):
                 lent.update(op.reads)
         if not unit.fused:
             for v in unit.writes:
@@ -83,6 +82,11 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
     return found
 
 
+def _addresses_memory(op: Op) -> bool:
+    """Whether it counts from the start of a tensor's storage, which in an arena is another tensor's."""
+    return any("as_strided" in name for node in op.module.graph.nodes for name in target_names(node)[:1])
+
+
 def _shared_storages(graph: OpGraph) -> set[int | None]:
     """Storages with several values over them: those must stay one memory."""
     seen: set[int | None] = set()
@@ -90,7 +94,7 @@ def _shared_storages(graph: OpGraph) -> set[int | None]:
 
 
 def _can_be_given(value: Value, made_by: list[Unit]) -> bool:
-    if value.shape is None or value.end is None or sum(dim is not None for dim in value.dims) > 1:
+    if value.shape is None or value.end is None or value.merged or sum(dim is not None for dim in value.dims) > 1:
         return False
     if value.shape.requires_grad:  # a region of the model has gradients on
         return False
@@ -98,11 +102,6 @@ def _can_be_given(value: Value, made_by: list[Unit]) -> bool:
         products = all(is_product(result_node(u.module, u.writes.index(value.index))) for u in made_by)
         return products and all(dim in (0, None) for dim in value.dims)
     return True
-
-
-def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """No holes and no overlap."""
-    return span(size, stride) == prod(size) and all(s > 0 or n == 1 for n, s in zip(size, stride, strict=True))
 
 
 def plan_arena(buffers: Sequence[Buffer], before: Sequence[int]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +14,14 @@ import sympy
 import torch
 from torch import fx
 
-from dynaflow import _torch
+from dynaflow import _torch, forks
 from dynaflow._torch import Boxed
 from dynaflow.capture.declared import is_left_alone, is_never_captured, leaves_some_alone
 from dynaflow.capture.graph import KIND, Shape, Thing, copied
 from dynaflow.capture.probe import concrete
+from dynaflow.errors import DynaFlowError
 from dynaflow.lower.left_alone import Piece, in_turn, pieces_of
+from dynaflow.lower.untried import Untried
 
 Mode = Literal["inductor", "eager"]
 Sizes = dict[sympy.Symbol, int]
@@ -27,6 +29,12 @@ Condition = Callable[[Sizes], bool]
 """Whether sizes are among those that something was compiled for."""
 Captured = Callable[[list[Boxed]], list[Boxed]]
 """Of the compiled pieces of a graph, in order: what is called in their places."""
+_Make = Callable[[list[Any], _torch.Symbols], Untried]
+"""Compiles a piece for these inputs, in that symbolic world."""
+ADVICE = (
+    '`dynaflow doctor` says what is missing on this machine; TORCH_LOGS="+inductor" shows the whole error; '
+    'operators="eager" leaves the compiler out'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,12 @@ class Source:
     """Inputs that stay where they are in memory."""
     tensors: bool = True
     """All its results are tensors."""
+    writes: bool = True
+    """It may write to memory that it is given, other than that for its results: so it can't run twice."""
+    name: str = "a piece"
+    """For who is told of it."""
+    aliased: bool = False
+    """It writes an input that others share memory with, which a compiler does not know: it runs as it is."""
     free: frozenset[sympy.Symbol]
     """Symbols of the batch: a value may be a slice, so strides that contain one of these are taken as they come."""
 
@@ -50,20 +64,36 @@ class Source:
         numbers = [i for i in self.inputs if isinstance(i, sympy.Expr)]
         return frozenset(s for e in (*shapes, *numbers) for s in e.free_symbols)
 
+    @cached_property
+    def told(self) -> frozenset[sympy.Symbol]:
+        """The symbols that are a size or a number by themselves, so that compiled code finds out what they are. Of
+        others it knows only what they are part of, such as the 12 * s of rows that were put together."""
+        shapes = [e for i in self.inputs if isinstance(i, Shape) for e in i.size]
+        return frozenset(e for e in (*shapes, *self.inputs) if isinstance(e, sympy.Symbol))
+
 
 Strides = tuple[tuple[int, ...] | None, ...]
 """Of each input, as they are: None for what is no tensor."""
 
 
+class CompilerFailed(Exception):
+    """Something that was asked for runs uncompiled from now on: ask again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Compiled:
-    call: Boxed
+    untried: Boxed | Untried
     sizes: Sizes | None = None
     """What it was compiled for, if that is all that it fits."""
     strides: Strides | None = None
-    symbols: tuple[sympy.Symbol, ...] = ()
+    symbols: tuple[sympy.Expr, ...] = ()
+    """Of the graph's sizes, those that the compiler has symbols for."""
     assumed: Callable[..., bool] = lambda: True
     """Whether what the compiler assumed holds, for values of these symbols."""
+
+    @property
+    def call(self) -> Boxed:
+        return self.untried.now if isinstance(self.untried, Untried) else self.untried
 
     def fits(self, sizes: Sizes, strides: Strides) -> bool:
         if self.sizes is not None:
@@ -71,7 +101,7 @@ class _Compiled:
         return self.holds(sizes)
 
     def holds(self, sizes: Sizes) -> bool:
-        return self.assumed(*[sizes[s] for s in self.symbols])
+        return self.assumed(*[sizes[e] if e.is_Symbol else concrete(e, sizes) for e in self.symbols])
 
 
 class Operators:
@@ -85,7 +115,9 @@ class Operators:
         """Results are written straight into buffers. Uncompiled operators would have to copy them there."""
         self.compiled = 0
         self.shared = 0
-        self._lock = threading.Lock()
+        self.failures: list[str] = []
+        """What the compiler failed on."""
+        self._lock = forks.lock()
         self._forms: dict[tuple[Any, ...], object] = {}
         self._form_of: WeakKeyDictionary[fx.GraphModule, object] = WeakKeyDictionary()
         """What stands for a graph without its names, which is written down once, though every plan asks for it."""
@@ -110,7 +142,7 @@ class Operators:
         As torch.compile does, the first size is compiled for itself, and a second one for all that may follow. To be
         called after `finish`.
         """
-        if self.mode == "eager":
+        if self.mode == "eager" or source.aliased:
             return self.as_it_is(source.module)
         if strides is None:
             strides = tuple(strides_of(i, sizes) if isinstance(i, Shape) else None for i in source.inputs)
@@ -124,17 +156,18 @@ class Operators:
             if found is not None:
                 self.shared += 1
                 return found.call
-            with self._kernels.later(), _torch.inductor_settings(self.settings):
-                made = _compile_for_all(source, sizes) if variants else None
-                if made is None or not made.fits(sizes, strides):  # a size of 1, or one that the compiler singled out
-                    made = _compile_for(source, sizes, strides)
-            variants.append(made)
-            self.compiled += 1
-            return made.call
+            first = not variants
+
+            def compiled(make: _Make) -> _Compiled:
+                if not first and (made := _compile_for_all(source, sizes, make)).fits(sizes, strides):
+                    return made
+                return _compile_for(source, sizes, strides, make)  # also 1, or a size that the compiler singles out
+
+            return self._made(source, variants, compiled).call
 
     def get_for_all(self, source: Source, sizes: Sizes, uncut: bool = False) -> tuple[Boxed, frozenset[Condition]]:
         """A function for these sizes and all that meet the conditions. To be called after `finish`."""
-        if self.mode == "eager":
+        if self.mode == "eager" or source.aliased:
             return self.as_it_is(source.module), frozenset()
         if leaves_some_alone(source.module):
             known = self._turns.setdefault((self._key(source), uncut), [])
@@ -145,13 +178,65 @@ class Operators:
             variants = self._known.setdefault(self._key(source), [])
             found = next((v for v in variants if v.sizes is None and v.holds(sizes)), None)
             if found is None:
-                with self._kernels.later(), _torch.inductor_settings(self.settings):
-                    found = _compile_for_all(source, sizes)
-                variants.append(found)
-                self.compiled += 1
+                found = self._made(source, variants, lambda make: _compile_for_all(source, sizes, make))
             else:
                 self.shared += 1
             return found.call, frozenset([found.holds])
+
+    def _made(
+        self, source: Source, variants: list[_Compiled], compiled: Callable[[_Make], _Compiled]
+    ) -> _Compiled:
+        """What the compiler makes of a piece; if it fails, now or later, the piece as it is, for all sizes."""
+        mine: list[_Compiled] = []
+
+        def uncompiled(error: Exception) -> _Compiled:
+            self._tell(source, error)
+            found = _Compiled(untried=self.as_it_is(_torch.with_own_draws(source.module)))
+            variants[:] = [*(v for v in variants if v not in mine), found]
+            self._turns.clear()
+            return found
+
+        def instead(error: Exception) -> Boxed:
+            if source.writes:
+                raise DynaFlowError(
+                    f"the compiler failed on {source.name} when it was called: {_torch.reason(error)}",
+                    op=source.name,
+                    advice='it writes to memory that it is given, and can\'t start again: say operators="eager"',
+                ) from error
+            with self._lock:
+                return uncompiled(error).call
+
+        def make(inputs: list[Any], world: _torch.Symbols) -> Untried:
+            module = copied(source.module)  # the compiler may change the graph that it is given
+            call = _torch.compile_operator(
+                module, inputs, world, still=source.still, direct=source.tensors, failed=lambda e: self._tell(source, e)
+            )
+            return Untried(call, instead)
+
+        try:
+            with self._kernels.later(uncompiled), _torch.inductor_settings(self.settings):
+                mine.append(compiled(make))
+        except Exception as e:  # a compiler may raise anything
+            return uncompiled(e)
+        variants += mine
+        self.compiled += 1
+        return mine[0]
+
+    def _tell(self, source: Source, error: Exception) -> None:
+        """Once for each piece."""
+        what = f"{source.name}: {_torch.reason(error)}"
+        if what not in self.failures:
+            self.failures.append(what)
+            warnings.warn(f"dynaflow: the compiler failed on {what}; it runs uncompiled. {ADVICE}", stacklevel=2)
+
+    def look_for_compiler(self, devices: set[str]) -> None:
+        """If there is none for these devices, nothing is compiled."""
+        if self.mode == "eager" or devices != {"cpu"} or torch.cuda.is_available():
+            return
+        if why := _torch.no_cpp_compiler():
+            self.mode, self.writes_into = "eager", False
+            self.failures.append(why)
+            warnings.warn(f"dynaflow: there is no C++ compiler ({why}): nothing is compiled. {ADVICE}", stacklevel=2)
 
     def _in_turn(
         self, source: Source, get: Callable[[Piece, Source], Boxed], captured: Captured | None = None
@@ -192,9 +277,10 @@ class Operators:
         return (form, source.inputs, source.still, source.tensors, source.free, ambient)
 
     def finish(self) -> None:
-        """Waits until all that `get` has given can be called."""
+        """Waits until all that `get` has given can be called. Raises CompilerFailed if some of it can't."""
         with self._lock:
-            self._kernels.wait()
+            if not self._kernels.wait():
+                raise CompilerFailed
 
 
 def strides_of(shape: Shape, sizes: Sizes) -> tuple[int, ...]:
@@ -213,6 +299,8 @@ def _part(piece: Piece, source: Source) -> Source | None:
         inputs=inputs,
         still=frozenset(i for i, node in enumerate(piece.reads) if node in still),
         tensors=all(isinstance(node.meta.get(KIND), Shape) for node in piece.writes),
+        writes=source.writes,
+        name=f"a part of {source.name}",
         free=source.free,
     )
 
@@ -229,7 +317,7 @@ def _strides(piece: Piece, part: Source, sizes: Sizes, given: dict[fx.Node, tupl
     return tuple(given[n] if n in given else strides_of(i, sizes) if isinstance(i, Shape) else None for n, i in shapes)
 
 
-def _compile_for(source: Source, sizes: Sizes, strides: Strides) -> _Compiled:
+def _compile_for(source: Source, sizes: Sizes, strides: Strides, make: _Make) -> _Compiled:
     """For these sizes and strides alone."""
     world = _torch.Symbols()
     inputs: list[Any] = []
@@ -239,21 +327,31 @@ def _compile_for(source: Source, sizes: Sizes, strides: Strides) -> _Compiled:
                 inputs.append(_fake(given, [concrete(e, sizes) for e in given.size], stride))
             else:
                 inputs.append(_other(given, lambda e: concrete(e, sizes)))
-    call = _compiled(source, inputs, world)
-    return _Compiled(call=call, sizes={s: sizes[s] for s in source.used}, strides=strides)
+    return _Compiled(untried=make(inputs, world), sizes={s: sizes[s] for s in source.used}, strides=strides)
 
 
-def _compile_for_all(source: Source, sizes: Sizes) -> _Compiled:
+def _compile_for_all(source: Source, sizes: Sizes, make: _Make) -> _Compiled:
     """For all sizes that the compiler's assumptions allow."""
     world = _torch.Symbols()
-    hints = {s: max(sizes[s], 2) for s in source.used}  # 1 would be taken for a constant
-    names = {s: world.new(str(s), hints[s]).node.expr for s in sorted(source.used, key=str)}
+    hints = {s: max(sizes[s], 2) for s in source.used}
     larger = {s: 2 * n + 1 for s, n in hints.items()}
+
+    def named(expr: sympy.Expr) -> sympy.Symbol:
+        # A size of 1 would be taken for a constant.
+        return world.new(str(expr), max(concrete(expr, hints), 2)).node.expr
+
+    names = {s: named(s) for s in sorted(source.told, key=str)}
 
     def number(expr: sympy.Expr) -> Any:
         if not expr.free_symbols:
             return int(expr)
-        return world.env.create_symintnode(expr.xreplace(names), hint=concrete(expr, hints))
+        if not expr.free_symbols <= source.told:  # a symbol of its own
+            if expr not in names:
+                names[expr] = named(expr)
+            expr, hint = names[expr], max(concrete(expr, hints), 2)
+        else:
+            expr, hint = expr.xreplace(names), concrete(expr, hints)
+        return world.env.create_symintnode(expr, hint=hint)
 
     inputs: list[Any] = []
     with world.mode:
@@ -267,8 +365,8 @@ def _compile_for_all(source: Source, sizes: Sizes) -> _Compiled:
                 for d, e in enumerate(given.stride)
             ]
             inputs.append(_fake(given, [number(e) for e in given.size], stride))
-    call = _compiled(source, inputs, world)
-    return _Compiled(call=call, symbols=tuple(names), assumed=world.assumed(list(names.values())))
+    call = make(inputs, world)
+    return _Compiled(untried=call, symbols=tuple(names), assumed=world.assumed(list(names.values())))
 
 
 def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]) -> Any:
@@ -276,11 +374,6 @@ def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]
     if isinstance(given, Thing):
         return given.value
     return 0 if given is None else number(given)
-
-
-def _compiled(source: Source, inputs: list[Any], world: _torch.Symbols) -> Boxed:
-    module = copied(source.module)  # the compiler may change the graph that it is given
-    return _torch.compile_operator(module, inputs, world, still=source.still, direct=source.tensors)
 
 
 def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ have ended. What a pass of training gets is such a variable too, as if the calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,17 +16,17 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.graph import Shape, Thing
+from dynaflow.capture.graph import Shape, Thing, is_dense, per_row
 from dynaflow.capture.ops import Op, OpGraph, Value
 from dynaflow.capture.probe import concrete
 from dynaflow.lower.ends import write_into
 from dynaflow.lower.layouts import arrange, image_layouts
-from dynaflow.lower.memory import Buffer, choose_buffers, is_dense, plan_arena
+from dynaflow.lower.memory import Buffer, choose_buffers, plan_arena
 from dynaflow.lower.operators import Operators, Sizes, Source, strides_of
 from dynaflow.lower.steps import Program, Step
 from dynaflow.lower.units import Parts, Unit, make_units
 from dynaflow.run.arena import View
-from dynaflow.run.values import Join, unpack
+from dynaflow.run.values import Join, Regroup, unpack
 from dynaflow.schedule.context import fusion_values
 from dynaflow.schedule.plan import MicroBatch, Plan, Task, happens_before
 
@@ -64,9 +64,11 @@ class NotElastic(Exception):
     """Something in the program depends on the size of the batch in a way that code can't follow."""
 
 
-def extents(plan: Plan, spaces: int) -> tuple[int, ...]:
-    """How large each micro-batch is, space by space: what an elastic program gets beside its arguments."""
-    return tuple(_extent(part, space) for space in range(spaces) for part in plan.micro_batches)
+def extents(plan: Plan, graph: OpGraph, sizes: Sizes) -> tuple[int, ...]:
+    """What an elastic program gets beside its arguments: how large each micro-batch is, space by space, and the sizes
+    that have nothing to do with the batch."""
+    parts = [_extent(part, space) for space in range(len(graph.spaces)) for part in plan.micro_batches]
+    return (*parts, *[sizes[s] for s in graph.other_symbols])
 
 
 def sizes_of(plan: Plan, graph: OpGraph, sizes: Sizes, parts: Parts) -> Sizes:
@@ -102,6 +104,8 @@ class _Maker:
         self.layouts = image_layouts(graph) if operators.writes_into and not graph.graph.grad else {}
         self.cuts: dict[str, list[str]] = {}  # buffer of its own -> the lines that slice it
         self.batch = frozenset().union(*graph.spaces) if graph.spaces else frozenset()
+        self.others = {s: sympy.Symbol(f"k{i}", integer=True) for i, s in enumerate(graph.other_symbols)}
+        """What the code of an elastic program calls the sizes that have nothing to do with the batch."""
         if elastic and (self.layouts or graph.graph.grad):
             raise NotElastic("images, and gradients, want layouts that are known beforehand")
 
@@ -131,6 +135,7 @@ class _Maker:
         self.program.used.sort()
         if self.elastic:
             names = [f"n{space}_{m}" for space in range(len(self.graph.spaces)) for m in self.all]
+            names += map(str, self.others.values())
             self.program.start.insert(0, f"{', '.join(names)}, = a{self.program.arguments}")
             self.program.used.append(self.program.arguments)
             self.program.arguments += 1
@@ -255,7 +260,18 @@ class _Maker:
         if outs:
             module = write_into(module, outs)
         free = self.batch if unit.splittable else frozenset()
-        source = Source(module=module, inputs=tuple(inputs), still=frozenset(still), free=free)
+        name = ", then ".join(dict.fromkeys(op.name for op in unit.ops))
+        made = {self.graph.values[v].storage for op in unit.ops for v in op.writes}
+        writes = any(written and s >= 0 and s not in made for op in unit.ops for s, written in op.touches)
+        source = Source(
+            module=module,
+            inputs=tuple(inputs),
+            still=frozenset(still),
+            writes=writes,
+            name=name,
+            free=free,
+            aliased=self._shares_memory(unit),
+        )
         if self.elastic:
             call, conditions = self.operators.get_for_all(source, sizes)
             self.program.conditions.update((parts, holds) for holds in conditions)
@@ -269,6 +285,12 @@ class _Maker:
             self._lend(targets)
         assigned = "".join(f"{t}, " for t in targets).rstrip()
         return (f"{assigned} = " if assigned else "") + name, numbers + args
+
+    def _shares_memory(self, unit: Unit) -> bool:
+        """Whether two of the graph's inputs that it reads are the same memory, which it writes."""
+        written = {s for op in unit.ops for s, writes in op.touches if writes}
+        inputs = [self.graph.values[v].storage for v in unit.reads if self.graph.values[v].input is not None]
+        return any(inputs.count(storage) > 1 for storage in written)
 
     def _thing(self, v: int) -> Thing | None:
         given = self.graph.values[v].input
@@ -345,10 +367,29 @@ class _Maker:
                 pieces[-1] = (var, (*pieces[-1][1], m))
             else:
                 pieces.append((var, (m,)))
+        if value.merged and pieces != [(pieces[0][0], pieces[0][0].parts)]:
+            return self._regroup(value, pieces, parts, step), parts
         names = [self._slice(value, var, held, step) for var, held in pieces]
         if len(names) == 1:
             return names[0], pieces[0][0].parts
-        return self._join(value, names, parts, step, keep=writes), parts
+        (dim, *more) = [d for d in value.dims if d is not None]
+        assert not more, "a value that carries both rows and requests can't be joined"
+        join = Join.along(dim, self._layout(value, parts)[1])
+        return self._join(value, names, join, parts, step, keep=writes), parts
+
+    def _regroup(self, value: Value, pieces: list[tuple[_Var, Parts]], parts: Parts, step: Step | None) -> str:
+        """A copy of rows that lie behind another dim."""
+        if self.elastic:
+            raise NotElastic("rows that lie behind another dim are copied by their number")
+        ((space, dim),) = ((space, dim) for space, dim in enumerate(value.dims) if dim is not None)
+        whole = next(iter(self.graph.spaces[space]))
+        assert value.shape is not None
+        behind = concrete(value.shape.size[dim], self.sizes) // self.sizes[whole]
+        ranges = [(_rows(self.plan, space, [m for m in var.parts if m < held[0]]), _rows(self.plan, space, held))
+                  for var, held in pieces]  # fmt: skip
+        names = [self._use(var.name, step) for var, _ in pieces]
+        regroup = Regroup.along(dim, self._layout(value, parts)[1], behind, tuple(ranges))
+        return self._join(value, names, regroup, parts, step, keep=False)
 
     def _slice(self, value: Value, var: _Var, parts: Parts, step: Step | None) -> str:
         self._use(var.name, step)
@@ -375,14 +416,14 @@ class _Maker:
                 self.program.steps[maker].makes.append(name)
         return self.slices[key]
 
-    def _join(self, value: Value, names: list[str], parts: Parts, step: Step | None, keep: bool) -> str:
+    def _join(
+        self, value: Value, names: list[str], join: Join | Regroup, parts: Parts, step: Step | None, keep: bool
+    ) -> str:
         name = f"j{value.index}_{len(self.program.names)}"
         assert value.shape is not None
-        (dim, *more) = [d for d in value.dims if d is not None]
-        assert not more, "a value that carries both rows and requests can't be joined"
-        size, strides = self._layout(value, parts)
-        self.program.names[f"join_{name}"] = Join.along(dim, strides)
-        line = f"{name} = join_{name}(({', '.join(names)}))"
+        size, _ = self._layout(value, parts)
+        self.program.names[f"join_{name}"] = join
+        line = f"{name} = join_{name}(({', '.join(names)}{',' * (len(names) == 1)}))"
         self.program.joined_bytes += torch.Size(size).numel() * value.shape.dtype.itemsize
         if step is None:
             self.program.end.append(line)
@@ -413,28 +454,30 @@ class _Maker:
     def _range(self, value: Value, space: int, dim: int, held: Parts, parts: Parts) -> tuple[Any, Any]:
         """Where the parts begin in what is held, and how long they are: numbers, or code that gives them."""
         assert value.shape is not None
-        whole = next(iter(self.graph.spaces[space]))
-        per_row = concrete(value.shape.size[dim], self.sizes) // self.sizes[whole]
+        size = value.shape.size[dim]
         before = tuple(m for m in held if m < parts[0])
         if self.elastic:
-            size = value.shape.size[dim].xreplace(dict.fromkeys(self.graph.spaces[space], whole))
-            if concrete(size - per_row * whole, self.sizes) or sympy.diff(size, whole) != per_row:
+            each = per_row(size, self.graph.spaces[space])
+            if each is None or each.free_symbols & self.batch:
                 raise NotElastic(f"{size} is no multiple of the batch")
-            return f"{per_row} * {_sum(space, before)}", f"{per_row} * {_sum(space, parts)}"
-        start = sum(_extent(self.plan.micro_batches[m], space) for m in before)
-        length = sum(_extent(self.plan.micro_batches[m], space) for m in parts)
-        return start * per_row, length * per_row
+            code = self._code(each, ())
+            return f"({code}) * {_sum(space, before)}", f"({code}) * {_sum(space, parts)}"
+        each = concrete(size, self.sizes) // self.sizes[next(iter(self.graph.spaces[space]))]
+        return _rows(self.plan, space, before) * each, _rows(self.plan, space, parts) * each
 
     def _number(self, expr: sympy.Expr, parts: Parts) -> str:
         """A size for these micro-batches: a number, or code that gives it."""
-        if not self.elastic or not expr.free_symbols & self.batch:
-            return str(concrete(expr, self._sizes(parts)))
-        others = {s: sympy.Integer(n) for s, n in self.sizes.items() if s not in self.batch}
-        found = expr.xreplace(others)
-        if not found.is_polynomial(*found.free_symbols) or not all(a.is_Integer for a in found.atoms(sympy.Number)):
-            raise NotElastic(f"a size of {expr}")
+        return self._code(expr, parts) if self.elastic else str(concrete(expr, self._sizes(parts)))
+
+    def _code(self, expr: sympy.Expr, parts: Parts) -> str:
+        """Of an elastic program: what an expression comes to for these micro-batches."""
         sums = {s: sympy.Symbol(_sum(k, parts)) for k, space in enumerate(self.graph.spaces) for s in space}
-        return str(found.xreplace(sums))
+        names = {**self.others, **sums}
+        found = expr.xreplace(names)
+        polynomial = found.is_polynomial(*found.free_symbols) and expr.free_symbols <= names.keys()
+        if not polynomial or not all(a.is_Integer for a in found.atoms(sympy.Number)):
+            raise NotElastic(f"a size of {expr}")
+        return str(found)
 
     # The end
 
@@ -522,6 +565,10 @@ def _neighbours(parts: Parts) -> list[Parts]:
 
 def _sum(space: int, parts: Parts) -> str:
     return f"({' + '.join(f'n{space}_{m}' for m in parts) or 0})"
+
+
+def _rows(plan: Plan, space: int, parts: Iterable[int]) -> int:
+    return sum(_extent(plan.micro_batches[m], space) for m in parts)
 
 
 def _extent(part: MicroBatch, space: int) -> int:

@@ -6,13 +6,13 @@ a block is cut once and kept with it: a run finds its buffers ready.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
 
+from dynaflow import forks
 from dynaflow.run.streams import Turns, capturing
 
 
@@ -46,7 +46,7 @@ class BlockPool:
 
     def __init__(self) -> None:
         self._blocks: dict[torch.device, list[Block]] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def take(self, device: torch.device, nbytes: int) -> Block:
         with self._lock:

@@ -11,7 +11,6 @@ are held, they are left to the caller, and from then on results are copied.
 from __future__ import annotations
 
 import gc
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from dynaflow import _torch
+from dynaflow import _torch, forks
 from dynaflow.run.streams import CaptureStreams, Turns, device_index
 from dynaflow.stats import Stats
 
@@ -47,7 +46,7 @@ class GraphPool:
     def __init__(self, stats: Stats) -> None:
         self.stats = stats
         self.streams = CaptureStreams()
-        self.lock = threading.RLock()
+        self.lock = forks.rlock()
         self.turns = Turns()
         self._kept: WeakKeyDictionary[Graphed, None] = WeakKeyDictionary()
         self._handles: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}

@@ -15,16 +15,19 @@ from typing import Any
 
 import torch
 
+from dynaflow import forks
+
 Job = Callable[[], None]
 
 
 class LanePool:
-    """The worker threads of one compiled model. They end when it is gone."""
+    """The worker threads of one compiled model. They end when it is gone; a child process gets its own."""
 
     def __init__(self) -> None:
         self._queues: list[SimpleQueue[Job | None]] = []
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._finalizer = weakref.finalize(self, _stop, self._queues)
+        forks.tell(self)
 
     def submit(self, jobs: list[Job]) -> None:
         """Job i goes to worker i. All at once, so that two callers' jobs stand in one order in every queue."""
@@ -38,6 +41,9 @@ class LanePool:
                 threading.Thread(target=_work, args=(queue,), name=name, daemon=True).start()
             for queue, job in zip(self._queues, jobs, strict=False):
                 queue.put(job)
+
+    def after_fork(self) -> None:
+        self._queues.clear()  # of workers that are the parent's
 
     def close(self) -> None:
         self._finalizer()

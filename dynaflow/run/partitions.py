@@ -9,13 +9,13 @@ functions: `cuda.bindings.driver` where it is installed, the same few over ctype
 from __future__ import annotations
 
 import ctypes
-import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 
+from dynaflow import forks
 from dynaflow.errors import DynaFlowError, PlanError
 from dynaflow.schedule.plan import Lane
 
@@ -48,7 +48,7 @@ def own_stream(device: int, lane: Lane) -> torch.cuda.Stream:
 
 
 _made: dict[tuple[int, tuple[int | None, ...]], list[Partition | None]] = {}  # green contexts are slow to make
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def for_lanes(device: int, lanes: tuple[Lane, ...]) -> list[Partition | None]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
 import torch
 
-from dynaflow import _torch
+from dynaflow import _torch, forks
 from dynaflow.run.partitions import Partition, for_lanes, own_stream
 from dynaflow.schedule.plan import Lane
 
@@ -38,10 +37,10 @@ class StreamPool:
 
     def __init__(self) -> None:
         self.turns = Turns()
-        self.issuing = threading.Lock()
+        self.issuing = forks.lock()
         """Plans share the lanes, and the events of one are one set: they are issued one after the other."""
         self._streams: dict[tuple[int, Lane, Partition | None], torch.cuda.Stream] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def get(self, device: torch.device, lanes: tuple[Lane, ...]) -> list[torch.cuda.Stream]:
         """The streams of `lanes` beside the caller's, which is the first lane's own if no lane has a share."""

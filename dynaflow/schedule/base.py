@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dynaflow.errors import ScheduleError
+from dynaflow import checked
+from dynaflow.errors import ScheduleError, shown, user_line
 
 if TYPE_CHECKING:
     from dynaflow.capture.rules import Rule
@@ -23,6 +24,26 @@ class OpSchedulerBase:
     """Under one key (which has to be defined), one function serves batches of all sizes: nothing is made anew when the
     size changes. In return, joining micro-batches copies, and operators are compiled for all sizes at once. For batches
     that are different every time. No effect where plans are captured in CUDA graphs."""
+    functions: Sequence[Callable[..., Any]] = ()
+    """What a Plan that `schedule` returns, such as one from JSON, may call in place of operators by name. Nothing is
+    imported for a plan: it may be a file that somebody else wrote. What the same call of `schedule` gives to
+    `ctx.execute` need not be listed."""
+
+    @staticmethod
+    def at_least(least: int, **numbers: Any) -> None:
+        """For options of a scheduler: raises if one of the numbers is no whole number, or smaller."""
+        for name, value in numbers.items():
+            checked.integer(value, name, f"pass {least} or more", least=least, error=ScheduleError)
+
+    @staticmethod
+    def listed(name: str, value: Any, advice: str) -> tuple[Any, ...]:
+        """For options of a scheduler: the members of a list. Raises for anything else, a text included."""
+        return tuple(checked.several(value, name, advice, ScheduleError))
+
+    @staticmethod
+    def listed_names(name: str, value: Any, advice: str) -> tuple[str, ...]:
+        """The same, of texts alone."""
+        return tuple(checked.names(value, name, advice, ScheduleError))
 
     def partition(self) -> list[Rule]:
         """Where the graph may be cut."""
@@ -64,6 +85,12 @@ class Choice(OpSchedulerBase):
 
 def choose(function: Callable[[ScheduleContext], OpSchedulerBase | str]) -> Choice:
     """A scheduler by situation: `choose(lambda ctx: "nanoflow" if ctx.batch_size > 64 else "sequential")`."""
+    if not callable(function):
+        raise ScheduleError(
+            f"choose({shown(function)}): no function",
+            line=user_line(),
+            advice="pass a function of the context that returns a scheduler, or the name of a strategy",
+        )
     return Choice(function)
 
 
@@ -74,6 +101,6 @@ class Sequential(OpSchedulerBase):
 def checked_scheduler(scheduler: Any) -> OpSchedulerBase:
     if not isinstance(scheduler, OpSchedulerBase):
         raise ScheduleError(
-            f"{scheduler!r} is no scheduler", advice="pass an instance of a subclass of dynaflow.OpSchedulerBase"
+            f"{shown(scheduler)} is no scheduler", advice="pass an instance of a subclass of dynaflow.OpSchedulerBase"
         )
     return scheduler

@@ -1,7 +1,7 @@
 """Proves a plan safe before it runs, or says what is wrong with it.
 
-1. It was made for this graph and for a batch of this size.
-2. Its lanes, waits and micro-batches are well formed; no wait can go round in a circle.
+1. It is well formed: lanes, waits and micro-batches are what they should be, and no wait can go round in a circle.
+2. It was made for this graph and for a batch of this size.
 3. Every operator runs exactly once for every micro-batch, and none that mixes rows runs for a part of them.
 4. Any two tasks that touch the same bytes of memory, one of them writing, are ordered, and in the model's
    order. A value is memory that its operator writes and others read, so this covers data as well.
@@ -13,29 +13,82 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 
+from dynaflow import checked
 from dynaflow.capture.collectives import ANY
 from dynaflow.capture.ops import Op, OpGraph
-from dynaflow.errors import PlanError, SplitError
-from dynaflow.schedule.plan import Plan
+from dynaflow.errors import PlanError, SplitError, shown
+from dynaflow.schedule.plan import MOST_PRIORITY, MOST_SMS, Item, Lane, MicroBatch, Plan, Task, is_name
+from dynaflow.schedule.split import request_lengths
 
 _REMAKE = "make the plan again with this model, scheduler and version"
 
 
 def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int] | None = None) -> None:
     """`num_tokens`: the lengths of the requests, when the batch is ragged."""
+    _check_types(plan)
+    if not isinstance(graph, OpGraph):
+        raise PlanError(f"check(plan, {shown(graph)}): no graph", advice="pass the OpGraph that the plan is for")
+    batch_size = checked.integer(batch_size, "check(batch_size)", "pass the number of rows", error=PlanError)
     if plan.graph != graph.fingerprint:
-        raise PlanError(f"the plan is for another graph ({plan.graph}, this is {graph.fingerprint})", advice=_REMAKE)
+        raise PlanError(
+            f"the plan is for another graph ({shown(plan.graph)}, this is {graph.fingerprint})", advice=_REMAKE
+        )
     _check_micro_batches(plan, batch_size)
     if len(plan.micro_batches) > 1:
-        _check_requests(plan, num_tokens)
+        _check_requests(plan, request_lengths(num_tokens))
     if plan.sequential:
         return
     _check_lanes(plan)
+    _check_items(plan)
     owner = _check_coverage(plan, graph)
     _check_memory(plan, graph, owner)
     _check_follows(plan, graph, owner)
     _check_collectives(plan, graph)
+
+
+def check_form(plan: Plan) -> None:
+    """All that can be told without the graph, for those who look at a plan that may come from anywhere."""
+    _check_types(plan)
+    _check_micro_batches(plan, plan.batch_size)
+    _check_lanes(plan)
+    _check_items(plan)
+
+
+def _check_types(plan: Plan) -> None:
+    """A plan may be made by hand."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{shown(plan)} is no plan", advice="pass a Plan, such as fast.plan(**inputs) gives")
+    for what, found, kind in (
+        ("micro_batches", plan.micro_batches, MicroBatch), ("lanes", plan.lanes, Lane), ("tasks", plan.tasks, Task),
+    ):  # fmt: skip
+        if not _all_are(found, kind):
+            raise _malformed(f"{what} is {shown(found)}", f"a tuple of {kind.__name__}")
+    if not isinstance(plan.graph, str) or not plan.micro_batches:
+        raise _malformed(f"graph={shown(plan.graph)}, {len(plan.micro_batches)} micro-batches", "a name, and some")
+    for m in plan.micro_batches:
+        pair = m.requests is None or (_all_are(m.requests, int) and len(m.requests) == 2)
+        if not pair or not _all_are((m.index, m.start, m.stop), int):
+            raise _malformed(shown(m), "whole numbers")
+    for lane in plan.lanes:
+        share = lane.sms is None or _all_are((lane.sms,), int)
+        if not share or not _all_are((lane.priority,), int) or not is_name(lane.name):
+            raise _malformed(shown(lane), "a name that can be printed, and whole numbers")
+    for i, task in enumerate(plan.tasks):
+        fits = _all_are(task.items, Item) and _all_are(task.after, int) and isinstance(task.replace, (str, NoneType))
+        if not fits or not all(isinstance(item.op, str) and _all_are(item.micro_batches, int) for item in task.items):
+            raise _malformed(f"task {i} is {shown(task)}", "items, and whole numbers to wait for")
+
+
+def _all_are(values: object, kind: type) -> bool:
+    if not isinstance(values, tuple) or not all(isinstance(v, kind) for v in values):
+        return False
+    return kind is not int or all(type(v) is int and abs(v) < 1 << 63 for v in values)
+
+
+def _malformed(found: str, wanted: str) -> PlanError:
+    return PlanError(f"malformed plan: {found}, and should be {wanted}", advice=_REMAKE)
 
 
 def _check_micro_batches(plan: Plan, batch_size: int) -> None:
@@ -82,14 +135,22 @@ def _check_lanes(plan: Plan) -> None:
     if len(set(names)) < len(names):
         raise PlanError(f"two lanes have one name: {names}", advice=_REMAKE)
     for lane in plan.lanes:
-        if lane.sms is not None and lane.sms < 1:
-            raise PlanError(f"lane {lane.name!r} has a share of {lane.sms} SMs", advice="give it at least one, or None")
+        if lane.sms is not None and not 1 <= lane.sms <= MOST_SMS:
+            raise PlanError(
+                f"lane {lane.name!r} has a share of {shown(lane.sms)} SMs",
+                advice="give it at least one, and no more than there are; or None",
+            )
+        if abs(lane.priority) > MOST_PRIORITY:
+            raise PlanError(
+                f"lane {lane.name!r} has the priority {shown(lane.priority)}",
+                advice="give it 0, or a small negative number for a more urgent lane",
+            )
     for i, task in enumerate(plan.tasks):
         if task.lane not in names:
             raise PlanError(f"task {i} ({task}) is on lane {task.lane!r}, which the plan does not have", advice=_REMAKE)
         for a in task.after:
             if not 0 <= a < len(plan.tasks):
-                raise PlanError(f"task {i} ({task}) waits for task {a}, which does not exist", advice=_REMAKE)
+                raise PlanError(f"task {i} ({task}) waits for task {shown(a)}, which does not exist", advice=_REMAKE)
             if a >= i:
                 circle = "wait cycle" if _reaches(plan, a, i) else "wait for a task that is issued later"
                 raise PlanError(
@@ -108,9 +169,24 @@ def _reaches(plan: Plan, start: int, goal: int) -> bool:
             return True
         if i not in seen:
             seen.add(i)
-            todo.extend(a for a in plan.tasks[i].after if a < len(plan.tasks))
+            todo.extend(a for a in plan.tasks[i].after if 0 <= a < len(plan.tasks))
             todo.extend(j for j in range(i) if plan.tasks[j].lane == plan.tasks[i].lane)
     return False
+
+
+def _check_items(plan: Plan) -> None:
+    everything = tuple(range(len(plan.micro_batches)))
+    for t, task in enumerate(plan.tasks):
+        if not task.items:
+            raise PlanError(f"task {t} ({task}) has 0 operators and no function", advice=_REMAKE)
+        for item in task.items:
+            if not item.micro_batches or list(item.micro_batches) != sorted(item.micro_batches):
+                raise PlanError(f"task {t} runs {item}: no micro-batches, or out of order", op=item.op, advice=_REMAKE)
+            if not set(item.micro_batches) <= set(everything):
+                what = f"task {t} runs {item} for a micro-batch that is not there"
+                raise PlanError(what, op=item.op, advice=_REMAKE)
+            if task.replace and item.micro_batches != everything[item.micro_batches[0] :][: len(item.micro_batches)]:
+                raise PlanError(f"task {t} fuses {item}, which leaves out micro-batches", op=item.op, advice=_REMAKE)
 
 
 def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
@@ -119,7 +195,7 @@ def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
     owner: list[list[tuple[int, int] | None]] = [[None] * len(everything) for _ in graph.ops]
     by_name = graph.by_name
     for t, task in enumerate(plan.tasks):
-        if not task.items or (len(task.items) > 1 and task.replace is None):
+        if len(task.items) > 1 and task.replace is None:  # in a plan that is only drawn, they may be compiled as one
             raise PlanError(f"task {t} ({task}) has {len(task.items)} operators and no function", advice=_REMAKE)
         for place, item in enumerate(task.items):
             op = by_name.get(item.op)
@@ -127,14 +203,7 @@ def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
                 raise PlanError(f"task {t} runs {item.op!r}, which the graph does not have", op=item.op, advice=_REMAKE)
             if not op.splittable and item.micro_batches != everything:
                 raise _illegal_split(op)
-            if not item.micro_batches or list(item.micro_batches) != sorted(item.micro_batches):
-                raise PlanError(f"task {t} runs {item}: no micro-batches, or out of order", op=item.op, advice=_REMAKE)
-            if task.replace and item.micro_batches != everything[item.micro_batches[0] :][: len(item.micro_batches)]:
-                raise PlanError(f"task {t} fuses {item}, which leaves out micro-batches", op=item.op, advice=_REMAKE)
             for m in item.micro_batches:
-                if m not in everything:
-                    what = f"task {t} runs {item} for a micro-batch that is not there"
-                    raise PlanError(what, op=item.op, advice=_REMAKE)
                 taken = owner[op.index][m]
                 if taken is not None:
                     raise PlanError(
@@ -196,10 +265,13 @@ def _check_memory(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]
 def _check_follows(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]) -> None:
     before = plan.happens_before
     for op in graph.ops:
+        mine = [task for task, _ in owner[op.index]]
         for a in op.follows if op.splittable else ():
-            for m, (task, _) in enumerate(owner[op.index]):
-                for k, (first, _) in enumerate(owner[a][:m]):
-                    if first != task and not before[task] >> first & 1:
+            for m, task in enumerate(mine):
+                # One that comes earlier in the model has run for the same rows, too.
+                for k, (first, _) in enumerate(owner[a][: m + (a < op.index)]):
+                    merged = a >= op.index and mine[k] == task  # for both micro-batches at once
+                    if not merged and first != task and not before[task] >> first & 1:
                         raise PlanError(
                             f"{op.name} (task {task}, lane {plan.tasks[task].lane}) must come after "
                             f"{graph.ops[a].name} for micro-batch {k} (task {first}, lane {plan.tasks[first].lane}), "

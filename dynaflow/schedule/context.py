@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import sympy
 import torch
 
+from dynaflow import checked
 from dynaflow.capture.graph import Phase
 from dynaflow.capture.ops import Op, OpGraph
-from dynaflow.errors import ScheduleError, SplitError, user_line
-from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
-from dynaflow.schedule.split import split_requests, split_rows
+from dynaflow.errors import ScheduleError, SplitError, shown, user_line
+from dynaflow.schedule.plan import MOST_PRIORITY, MOST_SMS, Item, Lane, MicroBatch, Plan, Task, is_name
+from dynaflow.schedule.split import parts_of, request_lengths, split_requests, split_rows
 from dynaflow.tune.device import device_for
 
 if TYPE_CHECKING:
@@ -156,8 +157,10 @@ class ScheduleContext:
         return self._costs.uses(op, rows)
 
     def _op_and_rows(self, item: OpItem | Op) -> tuple[Op, int]:
-        if isinstance(item, Op):
+        if isinstance(item, Op) and self._graph.by_name.get(item.name) is item:
             return item, self.batch_size
+        if not isinstance(item, OpItem) or self._graph.by_name.get(item.name) is not item.op:
+            raise _not_an_item("cost() or uses()", item)
         return item.op, sum(self.micro_batches[m].size for m in item.micro_batches)
 
     @cached_property
@@ -168,7 +171,8 @@ class ScheduleContext:
 
     def decide_later(self, decide: Callable[[ScheduleContext], OpSchedulerBase]) -> None:
         """For `choose`: what it returns holds until `decide`, in a thread of its own, has found something better."""
-        self.later = decide
+        advice = "pass a function of the context that returns a scheduler"
+        self.later = checked.function(decide, "decide_later(decide)", advice, ScheduleError)
 
     @property
     def has_batch(self) -> bool:
@@ -180,7 +184,7 @@ class ScheduleContext:
         """Into how many micro-batches the batch can be split at most: 1 when it can't be split at all."""
         if not self.can_split:
             return 1
-        tokens = self.facts.get("num_tokens")
+        tokens = request_lengths(self.facts.get("num_tokens"))
         return self.batch_size if tokens is None else sum(t > 0 for t in tokens)
 
     def lane(self, name: str, *, sms: int | None = None, priority: int = 0) -> str:
@@ -192,20 +196,14 @@ class ScheduleContext:
         that has neither needs no declaration.
         """
         line = user_line()
-        if not isinstance(name, str) or not name:
-            raise ScheduleError(f"lane({name!r}): no name", line=line, advice='pass a name, such as "memory"')
-        if sms is not None and (not isinstance(sms, int) or isinstance(sms, bool) or sms < 1):
-            raise ScheduleError(
-                f"lane {name!r}: sms={sms!r} is no share of the device",
-                line=line,
-                advice="pass a positive number, or leave it out; ctx.sms is what there is",
-            )
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ScheduleError(
-                f"lane {name!r}: priority={priority!r} is no number",
-                line=line,
-                advice="pass 0, or a negative number for a more urgent lane",
-            )
+        if not is_name(name):
+            raise ScheduleError(f"lane({shown(name)}): no name", line=line, advice='pass a name, such as "memory"')
+        if sms is not None:
+            advice = f"pass a positive number, at most {MOST_SMS}, or leave it out; ctx.sms is what there is"
+            sms = checked.integer(sms, f"lane {name!r}: sms", advice, least=1, most=MOST_SMS, error=ScheduleError)
+        advice, most = "pass 0, or a negative number for a more urgent lane", MOST_PRIORITY
+        what = f"lane {name!r}: priority"
+        priority = checked.integer(priority, what, advice, least=-most, most=most, error=ScheduleError)
         lane = Lane(name=name, sms=sms, priority=priority)
         known = self._declared.get(name) or (Lane(name=name) if name in self._last_on else lane)
         if known != lane:
@@ -237,11 +235,7 @@ class ScheduleContext:
                 "split() after get_ready_ops() or execute()", line=user_line(), advice="split first, then execute"
             )
         self._require_batch()
-        sizes = list(parts) if isinstance(parts, Sequence) else [parts]
-        if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
-            raise SplitError(
-                f"split({parts!r}): a micro-batch can't be empty", line=user_line(), advice="pass positive numbers"
-            )
+        parts = parts_of(parts, "split")
         self.micro_batches = self._cut(parts)
         self.even_split = parts if isinstance(parts, int) else None
         return self.micro_batches
@@ -259,14 +253,27 @@ class ScheduleContext:
             )
         return [self._item(self.ops[o], m) for o, m in self._ready]
 
+    def before(self, item: OpItem) -> list[OpItem]:
+        """What must be executed before it: what makes its values, or touches its memory; and, where it needs something
+        of earlier rows, what leaves that for earlier micro-batches."""
+        self._start()
+        return [self._item(self.ops[o], m) for o, m in dict.fromkeys(self._before(item))]
+
+    def is_ready(self, items: Sequence[OpItem]) -> bool:
+        """Whether `execute(items)` may come now: what they wait for was executed, or is among them. Some are ready
+        together and not one by one: an operator with a state of its own runs for one micro-batch after another."""
+        self._start()
+        own = {(i.op.index, m) for i in items for m in (i.micro_batches if i.op.splittable else (0,))}
+        merged = [_merge(list(items))] if len({i.op for i in items}) == 1 else items
+        return all(unit in self._owner or unit in own for item in merged for unit in self._before(item))
+
     def items(self, op: Op | str) -> list[OpItem]:
         """The executions of an operator, ready or not: one per micro-batch, or a single one. For fusions."""
         self._start()
-        found = self._graph.by_name.get(op if isinstance(op, str) else op.name)
+        found = self._graph.by_name.get(op.name if isinstance(op, Op) else op if isinstance(op, str) else "")
         if found is None or not (isinstance(op, str) or found is op):
-            raise ScheduleError(
-                f"{str(op)!r} is no operator of this graph", op=str(op), line=user_line(), advice="see ctx.ops"
-            )
+            name = op.name if isinstance(op, Op) else shown(op)
+            raise ScheduleError(f"{name} is no operator of this graph", op=name, line=user_line(), advice="see ctx.ops")
         return [self._item(found, m) for m in (range(len(self.micro_batches)) if found.splittable else (0,))]
 
     def execute(
@@ -286,27 +293,33 @@ class ScheduleContext:
         in the same manner, as a tensor or a tuple. Writes that the items do in place are its duty as well.
         """
         self._start()
-        items = list(ops) if isinstance(ops, Sequence) else [ops]
+        items = _items("execute()", ops)
         self._check_call(items, lane, replace_func)
         fused = replace_func is not None
         merged = items if fused else [_merge(items)]
         deps: set[int] = set()
+        inside: set[tuple[int, int]] = set()
         for item in merged:
             for before in self._before(item):
                 owner = self._owner.get(before)
-                if owner is None:
+                if owner is not None:
+                    deps.add(owner)
+                elif before not in inside:
                     raise self._not_ready(item, before)
-                deps.add(owner)
+            inside.update(_units(item))
+        deps.update(self._executed(_items("execute(after=...)", after), merged[0]))
+        for item in merged:  # from here on nothing is refused
             self._mark_done(item, len(self._tasks))
-        deps.discard(len(self._tasks))
-        deps.update(self._executed(list(after) if isinstance(after, Sequence) else [after], merged[0]))
         name = self._named(replace_func) if replace_func else None
         self._record(tuple(Item(op=i.name, micro_batches=i.micro_batches) for i in merged), lane, deps, name)
         self._idle_asks = 0
 
     def signature(self, items: Sequence[OpItem]) -> tuple[list[str], list[str]]:
         """The names of what a fusion of `items` gets and returns, in order."""
-        reads, writes = fusion_values(self._graph, [(i.op, i.micro_batches) for i in items])
+        self._start()
+        given = _items("signature()", items)
+        self._check_items(given)
+        reads, writes = fusion_values(self._graph, [(i.op, i.micro_batches) for i in given])
         names = self._graph.values
         return [names[v].name for v, _ in reads], [names[v].name for v, _ in writes]
 
@@ -348,10 +361,10 @@ class ScheduleContext:
     # Inside
 
     def _cut(self, parts: int | Sequence[int]) -> tuple[MicroBatch, ...]:
-        tokens = self.facts.get("num_tokens")
+        tokens = request_lengths(self.facts.get("num_tokens"))
         if tokens is None or parts == 1:
             return split_rows(parts, self.batch_size)
-        return split_requests(parts, [int(t) for t in tokens], self.batch_size)
+        return split_requests(parts, tokens, self.batch_size)
 
     def _start(self) -> None:
         """From the first question on, the split is fixed: count what each execution waits for."""
@@ -394,8 +407,8 @@ class ScheduleContext:
 
     def _mark_done(self, item: OpItem, task: int) -> None:
         assert self._missing is not None
-        for m in item.micro_batches if item.op.splittable else (0,):
-            unit = (item.op.index, m)
+        for unit in _units(item):
+            m = unit[1]
             self._owner[unit] = task
             if unit in self._ready:
                 self._ready.remove(unit)
@@ -426,7 +439,7 @@ class ScheduleContext:
 
     def _named(self, function: Callable[..., Any]) -> str:
         """The name that stands for `function` in the plan: closures of one making get a number each."""
-        name = unique = _function_name(function)
+        name = unique = function_name(function)
         number = 1
         while self.functions.setdefault(unique, function) is not function:
             number += 1
@@ -437,25 +450,17 @@ class ScheduleContext:
         line = user_line()
         if self._sequential:
             raise ScheduleError("execute() after sequential()", line=line, advice="call one or the other")
-        if not items or not all(isinstance(i, OpItem) for i in items):
-            raise ScheduleError(
-                f"execute() got {items[0]!r}" if items else "execute() got no operator",
-                line=line,
-                advice="pass what get_ready_ops() returned: one item, or a list of them",
-            )
-        for item in items:
-            if item not in self.items(item.op):
-                raise ScheduleError(
-                    f"operator {item} is not of this context",
-                    op=item.name,
-                    line=line,
-                    advice="take items from this context's get_ready_ops() or items(), after split()",
-                )
-        if not isinstance(lane, str) or not lane:
-            what = f"lane={lane!r} is no name"
+        if not items:
+            raise _not_an_item("execute()")
+        self._check_items(items)
+        if not is_name(lane):
+            what = f"lane={shown(lane)} is no name"
             raise ScheduleError(what, op=items[0].name, line=line, advice='pass a name, such as "compute"')
+        if replace_func is not None and not callable(replace_func):
+            what = f"replace_func={shown(replace_func)} is no function"
+            raise ScheduleError(what, op=items[0].name, line=line, advice="pass the function itself")
         for item in items:
-            if any((item.op.index, m) in self._owner for m in (item.micro_batches if item.op.splittable else (0,))):
+            if any(unit in self._owner for unit in _units(item)):
                 raise ScheduleError(
                     f"operator {item} was executed already",
                     op=item.name,
@@ -476,12 +481,23 @@ class ScheduleContext:
         if replace_func is not None:
             self._check_chain(items, line)
 
+    def _check_items(self, items: list[OpItem]) -> None:
+        for item in items:
+            if item not in self.items(item.op):
+                raise ScheduleError(
+                    f"operator {item} is not of this context",
+                    op=item.name,
+                    line=user_line(),
+                    advice="take items from this context's get_ready_ops() or items(), after split()",
+                )
+
     def _executed(self, after: list[OpItem], waiting: OpItem) -> Iterator[int]:
         """The tasks that ran these items."""
+        self._check_items(after)
         for item in after:
-            for m in item.micro_batches if item.op.splittable else (0,):
-                owner = self._owner.get((item.op.index, m))
-                if owner is None or owner == len(self._tasks):
+            for unit in _units(item):
+                owner = self._owner.get(unit)
+                if owner is None:
                     raise ScheduleError(
                         f"operator {waiting} is to wait for {item}, which was not executed before",
                         op=waiting.name,
@@ -563,6 +579,31 @@ def _partly(items: Sequence[tuple[Op, tuple[int, ...]]], users: list[Op], ms: tu
     return any((u.index, m) not in covered for u in users for m in ms)
 
 
+def _items(who: str, given: Any) -> list[OpItem]:
+    """One, or several."""
+    found = [given] if isinstance(given, OpItem) else checked.members(given)
+    if found is None:
+        raise _not_an_item(who, given)
+    for item in found:
+        if not isinstance(item, OpItem) or not isinstance(item.op, Op) or not isinstance(item.micro_batches, tuple):
+            raise _not_an_item(who, item)
+    return found
+
+
+def _not_an_item(who: str, *given: Any) -> ScheduleError:
+    found = [item.name if isinstance(item, Op) else shown(item) for item in given]
+    return ScheduleError(
+        f"{who} got {', '.join(found) or 'no operator'}",
+        line=user_line(),
+        advice="pass what get_ready_ops() returned: one item, or a list of them; ctx.items(name) finds them by name",
+    )
+
+
+def _units(item: OpItem) -> list[tuple[int, int]]:
+    """What an item executes: an operator for a micro-batch, each; as a whole, it counts for the first."""
+    return [(item.op.index, m) for m in (item.micro_batches if item.op.splittable else (0,))]
+
+
 def _merge(items: list[OpItem]) -> OpItem:
     if len(items) == 1:
         return items[0]
@@ -570,6 +611,7 @@ def _merge(items: list[OpItem]) -> OpItem:
     return OpItem(op=items[0].op, micro_batch=items[0].micro_batch, micro_batches=indices)
 
 
-def _function_name(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., Any]) -> str:
+    """What stands for it in a plan."""
     module = getattr(function, "__module__", None) or "__main__"
     return f"{module}:{getattr(function, '__qualname__', type(function).__qualname__)}"

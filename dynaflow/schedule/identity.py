@@ -47,7 +47,7 @@ if typing.TYPE_CHECKING:
 
 def identity(scheduler: OpSchedulerBase) -> str | None:
     """Changes whenever the scheduler's decision could; None when that can't be told."""
-    return _judged(scheduler)
+    return judged(scheduler)[0]
 
 
 def graph_identity(graph: OpGraph) -> str:
@@ -68,18 +68,19 @@ def plan_key(
     sms: int,
 ) -> str | None:
     """What a plan is kept under; None when the facts are no plain data."""
-    situation = _judged((scheduler_identity, fingerprint, sizes, batch_size, facts, device, sms))
+    situation, _ = judged((scheduler_identity, fingerprint, sizes, batch_size, facts, device, sms))
     versions = f"torch {torch.__version__} python {platform.python_version()} dynaflow {_version('dynaflow')}"
     return situation and f"plan {FORMAT} {versions} {situation}"
 
 
-def _judged(value: Any) -> str | None:
+def judged(value: Any) -> tuple[str | None, list[FunctionType]]:
+    """What tells it from others, and the functions that it reaches."""
     walk = _Walk()
     try:
         walk.visit(value)
     except Exception:  # looking into objects of any kind may fail in any way, the depth of recursion included
-        return None
-    return walk.digest()
+        return None, []
+    return walk.digest(), walk.functions
 
 
 class _Unknown(Exception):
@@ -124,6 +125,7 @@ class _Walk:
     """Writes down what it visits. Each object with an identity of its own is written once, and numbered."""
 
     def __init__(self) -> None:
+        self.functions: list[FunctionType] = []
         self._hash = hashlib.sha256()
         self._seen: dict[int, tuple[int, Any]] = {}  # holds the objects, so that no id is used again
 
@@ -158,6 +160,7 @@ class _Walk:
         elif isinstance(value, type):
             self._class(value)
         elif kind is FunctionType:
+            self.functions.append(value)
             self._function(value)
         else:
             self._object(kind, value)

@@ -7,24 +7,24 @@ their names lie under one key, and the plan under another that has their values 
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 
 from dynaflow.capture.ops import OpGraph
-from dynaflow.errors import PlanError
+from dynaflow.errors import PlanError, ScheduleError, shown
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.check import check
-from dynaflow.schedule.context import FACT_NAMES, ScheduleContext
-from dynaflow.schedule.identity import graph_identity, identity, plan_key
+from dynaflow.schedule.context import FACT_NAMES, ScheduleContext, function_name
+from dynaflow.schedule.identity import graph_identity, judged, plan_key
 from dynaflow.schedule.plan import Plan
 from dynaflow.store import Store, enabled
 from dynaflow.tune.device import device_for
 
+_PLAIN = (int, str, bool, float, NoneType)
 Functions = Mapping[str, Callable[..., Any]]
 _store = Store("plans")
 
@@ -41,7 +41,8 @@ class KeptPlan:
         facts: Mapping[str, Any],
     ) -> None:
         self._graph, self._sizes, self._ctx, self._facts = graph, sizes, ctx, facts
-        self._who = identity(scheduler) if enabled() else None
+        self._who, reached = judged(scheduler) if enabled() else (None, [])
+        self._functions = registered(reached)
         self._what = graph_identity(graph) if self._who else ""
 
     def load(self) -> tuple[Plan, Functions] | None:
@@ -55,14 +56,15 @@ class KeptPlan:
                 return None
             plan = Plan.from_json(_store.get(self._key(names) or "") or "null")
             check(plan, self._graph, ctx.batch_size, facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
-            functions = {t.replace: imported(t.replace) for t in plan.tasks if t.replace}
-        except Exception:  # its functions may be gone, and an import may raise anything: the scheduler is asked
+            functions = functions_of(plan, self._functions)
+        except Exception:  # whatever is wrong with it: the scheduler is asked
             return None
         ctx.facts.read.update(names)
         return plan, functions
 
     def keep(self, plan: Plan, functions: Functions) -> bool:
-        if self._who is None or plan.sequential or not all(_importable(name, f) for name, f in functions.items()):
+        known = all(self._functions.get(name) is f for name, f in functions.items())
+        if self._who is None or plan.sequential or not known:
             return False
         first = self._key(None) or ""
         names = sorted({*json.loads(_store.get(first) or "[]"), *self._ctx.facts.read})
@@ -81,36 +83,53 @@ class KeptPlan:
         return plan_key(self._who, self._what, self._sizes, ctx.batch_size, read, device, ctx.sms)
 
 
-def _importable(name: str, function: Callable[..., Any]) -> bool:
-    """Will another process find it by its name?"""
-    try:
-        return not name.startswith("__main__:") and imported(name) is function
-    except PlanError:
-        return False
+def registered(functions: Iterable[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """By the names that plans have for them. A name that two of them have stands for neither."""
+    if not isinstance(functions, Iterable) or not all(map(callable, functions := list(functions))):
+        raise ScheduleError(f"functions={shown(functions)} are no functions", advice="list them: functions = (fused,)")
+    found: dict[str, Callable[..., Any]] = {}
+    twice: set[str] = set()
+    for function in functions:
+        name = function_name(function)
+        if found.setdefault(name, function) is not function:
+            twice.add(name)
+    return {name: function for name, function in found.items() if name not in twice}
 
 
-def imported(name: str) -> Callable[..., Any]:
-    module, _, path = name.partition(":")
-    try:
-        return attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError) as e:
-        raise PlanError(
-            f"the plan calls {name}, which can't be imported",
-            advice="keep functions given as replace_func at the top level of a module",
-        ) from e
+def functions_of(plan: Plan, known: Functions) -> Functions:
+    """What a plan calls by name. A plan may come from a file that anybody wrote: only what is known is called."""
+    for name in (task.replace for task in plan.tasks):
+        if name is not None and name not in known:
+            raise PlanError(
+                f"the plan calls {name!r}, which its scheduler does not know",
+                advice="list the function in the scheduler's `functions`; its module is not imported for a plan",
+            )
+    return {task.replace: known[task.replace] for task in plan.tasks if task.replace is not None}
 
 
 def frozen(fact: Any) -> Any:
     """A fact as a dictionary key."""
-    if isinstance(fact, torch.Tensor):
-        return tuple(fact.flatten().tolist()), tuple(fact.shape)
+    if type(fact) in _PLAIN:
+        return fact
+    if isinstance(fact, torch.Tensor) or type(fact).__module__ == "numpy":
+        return tuple(fact.reshape(-1).tolist()), tuple(fact.shape)
     if isinstance(fact, Mapping):
-        return tuple(sorted((k, frozen(v)) for k, v in fact.items()))
+        return tuple(sorted(((k, frozen(v)) for k, v in fact.items()), key=repr))
     if isinstance(fact, (list, tuple)):
         return tuple(frozen(v) for v in fact)
     if isinstance(fact, (set, frozenset)):
         return frozenset(frozen(v) for v in fact)
-    return fact
+    return hashable(fact, "a fact")
+
+
+def hashable(value: Any, what: str) -> Any:
+    """What plans are kept under has to be."""
+    try:
+        hash(value)
+    except TypeError:
+        advice = "a tuple can be, a list or a dict can't"
+        raise ScheduleError(f"{what} is {shown(value)}, which can't be part of a key", advice=advice) from None
+    return value
 
 
 def fact_value(facts: Mapping[str, Any], name: str) -> Any:

@@ -13,9 +13,13 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property, total_ordering
 from typing import Any, Protocol
 
-from dynaflow.errors import PlanError
+from dynaflow.errors import PlanError, shown
 
 FORMAT = 1
+MOST_SMS = 1024
+"""No device has more SMs, and no host should be asked for more threads."""
+MOST_PRIORITY = 1024
+"""In either direction: devices know far fewer."""
 
 
 @total_ordering
@@ -148,7 +152,7 @@ class Plan:
         if self.sequential:
             return head + ", in sequence: the uncut graph"
         lines = [head + f", {len(self.tasks)} tasks on lanes {', '.join(map(str, self.lanes))}"]
-        number, lane = len(str(len(self.tasks))), max(len(lane.name) for lane in self.lanes)
+        number, lane = len(str(len(self.tasks))), max((len(lane.name) for lane in self.lanes), default=0)
         for i, task in enumerate(self.tasks):
             wait = f"   after {', '.join(map(str, task.after))}" if task.after else ""
             lines.append(f"{i:>{number}}  {task.lane:<{lane}}  {task}{wait}")
@@ -160,15 +164,21 @@ class Plan:
         return json.dumps(data, indent=indent)
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(text: str | bytes) -> Plan:
+        """What `to_json` gave. It may call functions by name only if its scheduler lists them in `functions`."""
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:  # no JSON, no text, too long a number, too deep
             raise PlanError(f"not a plan: the text is no JSON ({e})", advice="pass what Plan.to_json() gave") from e
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
+        return Plan.from_dict(data)
+
+    @staticmethod
+    def from_dict(data: Any) -> Plan:
+        """What the JSON of a plan holds."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT or isinstance(data["format"], bool):
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise PlanError(
-                f"not a plan of format {FORMAT} (found {found!r})",
+                f"not a plan of format {FORMAT} (found {shown(found)})",
                 advice="make the plan again with this version of dynaflow",
             )
         return _parse(data)
@@ -204,31 +214,35 @@ def _parse(data: dict[str, Any]) -> Plan:
     where = "plan"
     try:
         micro_batches = []
-        for i, m in enumerate(data["micro_batches"]):
+        for i, m in enumerate(_list(data["micro_batches"])):
             where = f"micro_batches[{i}]"
-            requests = None if m.get("requests") is None else (_int(m["requests"][0]), _int(m["requests"][1]))
+            requests = None
+            if m.get("requests") is not None:
+                first, last = _list(m["requests"])
+                requests = (_int(first), _int(last))
             micro_batches.append(
                 MicroBatch(index=_int(m["index"]), start=_int(m["start"]), stop=_int(m["stop"]), requests=requests)
             )
         where = "lanes"
         lanes = []
-        for i, lane in enumerate(data["lanes"]):
+        for i, lane in enumerate(_list(data["lanes"])):
             where = f"lanes[{i}]"
             sms = None if lane.get("sms") is None else _int(lane["sms"])
             lanes.append(Lane(name=_str(lane["name"]), sms=sms, priority=_int(lane.get("priority", 0))))
+        where = "tasks"
         tasks = []
-        for i, t in enumerate(data["tasks"]):
+        for i, t in enumerate(_list(data["tasks"])):
             where = f"tasks[{i}]"
             items = tuple(
-                Item(op=_str(item["op"]), micro_batches=tuple(_int(m) for m in item["micro_batches"]))
-                for item in t["items"]
+                Item(op=_str(item["op"]), micro_batches=tuple(_int(m) for m in _list(item["micro_batches"])))
+                for item in _list(t["items"])
             )
             replace = None if t.get("replace") is None else _str(t["replace"])
-            after = tuple(_int(a) for a in t["after"])
+            after = tuple(_int(a) for a in _list(t["after"]))
             tasks.append(Task(items=items, lane=_str(t["lane"]), after=after, replace=replace))
         where = "graph"
         graph = _str(data["graph"])
-    except (KeyError, TypeError, IndexError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise PlanError(f"malformed plan: {where}: {e!r}", advice="pass what Plan.to_json() gave, unedited") from e
     if not micro_batches:
         raise PlanError("malformed plan: no micro-batch", advice="pass what Plan.to_json() gave, unedited")
@@ -237,14 +251,25 @@ def _parse(data: dict[str, Any]) -> Plan:
 
 def _int(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"expected an integer, found {value!r}")
+        raise TypeError(f"expected an integer, found {shown(value)}")
     return value
 
 
 def _str(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected a string, found {value!r}")
+        raise TypeError(f"expected a string, found {shown(value)}")
     return value
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {shown(value)}")
+    return value
+
+
+def is_name(name: object) -> bool:
+    """Of a lane: it is printed, drawn, and written into comments."""
+    return isinstance(name, str) and name.isprintable() and name.strip() != ""
 
 
 def one_by_one(plan: Plan, ops: Iterable[str], lane: str = "main") -> Plan:

@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from dynaflow.errors import SplitError, user_line
+from dynaflow import checked
+from dynaflow.errors import SplitError, shown, user_line
 from dynaflow.schedule.plan import MicroBatch
+
+
+def parts_of(parts: Any, what: str) -> int | list[int]:
+    """Into how many parts, or into which sizes."""
+    alone, told = checked.is_integer(parts), f"{what}({shown(parts)})"
+    advice = f"{what}(2) cuts into two parts, {what}([5, 3]) into these sizes"
+    sizes = [parts] if alone else checked.several(parts, what, advice, SplitError)
+    if not all(map(checked.is_integer, sizes)):
+        raise SplitError(f"{told}: not all of them are whole numbers", line=user_line(), advice=advice)
+    sizes = [int(size) for size in sizes]
+    if not sizes or min(sizes) < 1:
+        raise SplitError(f"{told}: a micro-batch can't be empty", line=user_line(), advice="pass positive numbers")
+    return sizes[0] if alone else sizes
+
+
+def request_lengths(tokens: Any) -> list[int] | None:
+    """What `facts["num_tokens"]` says of a ragged batch: the tokens of each request; None if it is not there."""
+    if tokens is None:
+        return None
+    what, advice = 'facts["num_tokens"]', "give the length of every request in the batch: [5, 3, 8]"
+    return [checked.integer(n, what, advice, least=0, error=SplitError)
+            for n in checked.several(tokens, what, advice, SplitError)]  # fmt: skip
+
+
+def request_count(tokens: Any) -> int:
+    """In each call: the lengths themselves are judged where the batch is cut."""
+    if tokens is None or isinstance(tokens, (list, tuple)):
+        return len(tokens or ())
+    return len(request_lengths(tokens) or ())
 
 
 def split_rows(parts: int | Sequence[int], rows: int) -> tuple[MicroBatch, ...]:

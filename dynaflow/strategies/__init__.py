@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
+from dynaflow.errors import DynaFlowError, ScheduleError, raised_at, shown
 from dynaflow.imported import imported
 
 if TYPE_CHECKING:
@@ -34,9 +34,13 @@ PLAIN: dict[Any, type] = {bool: Integral, int: Integral, float: Real, str: str, 
 """Annotations by which options are judged, and what passes for them."""
 
 
+def kind_named(name: str) -> Any:
+    return _own(name) if ":" in name else _strategy(name)
+
+
 def make(name: str, **options: Any) -> OpSchedulerBase:
     """The strategy of this name, or the scheduler of your own at `module:Class` or `file.py:Class`."""
-    kind = _own(name) if ":" in name else _strategy(name)
+    kind = kind_named(name)
     signature = inspect.signature(kind)
     known = signature.parameters
     try:
@@ -47,13 +51,14 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
         raise ScheduleError(what, advice=f"{_meant(wrong or '', known)}{_told(known.values())}") from None
     for option, value in options.items():
         if wanted := _other_kind(kind, option, value):
-            raise ScheduleError(f"strategy {name!r}: {option}={value!r} is no {wanted}", advice=_told(known.values()))
+            what = f"strategy {name!r}: {option}={shown(value)} is no {wanted}"
+            raise ScheduleError(what, advice=_told(known.values()))
     try:
         made: OpSchedulerBase = kind(**options)
     except DynaFlowError:
         raise
     except Exception as e:
-        told = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        told = ", ".join(f"{option}={shown(value)}" for option, value in options.items())
         what = f"strategy {name!r} can't be made with {told or 'no options'}: {type(e).__name__}: {e}"
         raise ScheduleError(what, line=raised_at(e), advice=_told(known.values())) from e
     return made
@@ -61,14 +66,31 @@ def make(name: str, **options: Any) -> OpSchedulerBase:
 
 def _other_kind(kind: type, option: str, value: Any) -> str:
     """What an option is to be, by its annotation, if a value is something else. Only plain annotations are judged."""
+    if takes_several(kind, option) and isinstance(value, str):
+        return "list"
+    allowed = _allowed(kind, option)
+    if not set(allowed) <= set(PLAIN) or any(_is_a(value, a) for a in allowed):
+        return ""
+    return " or ".join("None" if a is NoneType else a.__name__ for a in allowed)
+
+
+def takes_several(kind: type, option: str) -> bool:
+    """By its annotation: Sequence[str], tuple[str, ...] | None; but not str | Sequence[str]."""
+    allowed = _allowed(kind, option)
+    several = (list, tuple, set, frozenset, Sequence)
+    return str not in allowed and any(get_origin(a) in several or a in several for a in allowed)
+
+
+def _allowed(kind: type, option: str) -> tuple[Any, ...]:
     try:
         hint = get_type_hints(kind.__init__).get(option)  # type: ignore[misc]
     except Exception:  # a class of the user's may name what only a type checker knows
-        return ""
-    allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if not set(allowed) <= set(PLAIN) or any(isinstance(value, PLAIN[a]) for a in allowed):
-        return ""
-    return " or ".join("None" if a is NoneType else a.__name__ for a in allowed)
+        return (None,)
+    return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+
+
+def _is_a(value: Any, wanted: Any) -> bool:
+    return isinstance(value, PLAIN[wanted]) and (wanted is bool or not isinstance(value, bool))
 
 
 def _meant(wanted: str, names: Iterable[str]) -> str:
@@ -85,9 +107,9 @@ def _told(options: Iterable[inspect.Parameter]) -> str:
 def _strategy(name: str) -> Any:
     if name not in CLASSES:
         if name.endswith(".py"):
-            raise ScheduleError(f"{name} alone is no strategy", advice=f"name a class in it: {name}:Class")
+            raise ScheduleError(f"{shown(name)} alone is no strategy", advice=f"name a class in it: {name}:Class")
         there = f"there are {', '.join(CLASSES)}; or a scheduler of yours, as module:Class or file.py:Class"
-        raise ScheduleError(f"no strategy {name!r}", advice=f"{_meant(name, CLASSES)}{there}")
+        raise ScheduleError(f"no strategy {shown(name)}", advice=f"{_meant(name[:100], CLASSES)}{there}")
     return getattr(importlib.import_module(f"{__name__}.{name}"), CLASSES[name])
 
 

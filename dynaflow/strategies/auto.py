@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import dynaflow as df
+from dynaflow import checked
 from dynaflow.strategies import named
 from dynaflow.tune.progress import progress_bar
 
@@ -25,6 +26,14 @@ class Auto(df.OpSchedulerBase):
         among: Sequence[str | df.OpSchedulerBase | tuple[str, df.OpSchedulerBase]] | None = None,
         progress: bool = False,
     ) -> None:
+        self.at_least(1, most=most)
+        if not isinstance(when, str) or when not in ("first call", "background"):
+            raise checked.wrong("Auto(when)", when, 'say "first call" or "background"', df.ScheduleError)
+        if not (checked.is_integer(seconds) or isinstance(seconds, float)) or not seconds >= 0:
+            raise checked.wrong("Auto(seconds)", seconds, "pass 0 or more", df.ScheduleError)
+        if among is not None:
+            advice = 'list names of strategies, or schedulers: among=["nanoflow", "branches"]'
+            among = checked.several(among, "Auto(among)", advice, df.ScheduleError)
         self.seconds, self.when, self.most, self.among, self.progress = seconds, when, most, among, progress
 
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:

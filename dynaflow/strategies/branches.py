@@ -35,9 +35,10 @@ class Branches(df.OpSchedulerBase):
         cuts: Sequence[str | re.Pattern[str] | df.SplitModule | df.SplitFunc] = CUTS,
         wait: float = 5e-6,
     ) -> None:
-        if lanes < 1:
-            raise df.ScheduleError(f"Branches(lanes={lanes}): no lane to run on", advice="pass 1 or more")
-        self.lanes, self.cuts, self.wait = lanes, tuple(cuts), wait
+        self.at_least(1, lanes=lanes)
+        advice = 'list rules, or patterns on module paths: cuts=["image", "text"]'
+        self.cuts = self.listed("cuts", cuts, advice)
+        self.lanes, self.wait = lanes, wait
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return [

@@ -32,6 +32,7 @@ class Comet(df.OpSchedulerBase):
         gemms: str | re.Pattern[str] | None = GEMMS,
         collectives: str = "collective::*",
     ) -> None:
+        self.at_least(1, parts=parts, min_rows=min_rows)
         self.parts, self.min_rows = parts, min_rows
         self.experts, self.gemms, self.collectives = experts, gemms, collectives
 
@@ -58,10 +59,10 @@ class Comet(df.OpSchedulerBase):
             return item.op.index not in links, waits, item.micro_batch.index, item.op.index
 
         while ready := ctx.get_ready_ops():
-            able = [item for item in ready if item.op in chunked or {*ready}.issuperset(ctx.items(item.op))]
-            item = min(able, key=urgency)
+            able = [item for item in ready if item.op in chunked or ctx.is_ready(ctx.items(item.op))]
+            item = min(able or ready, key=urgency)  # what can't wait for all chunks runs by chunks
             lane = "network" if item.op.index in links or item.op.groups else "compute"
-            ctx.execute(item if item.op in chunked else ctx.items(item.op), lane=lane)
+            ctx.execute(ctx.items(item.op) if able and item.op not in chunked else item, lane=lane)
 
 
 def in_chunks(ops: Sequence[df.Op]) -> set[df.Op]:

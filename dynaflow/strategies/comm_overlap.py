@@ -21,6 +21,7 @@ class CommOverlap(df.OpSchedulerBase):
         collectives: str = "collective::*",
         by_rows: bool | None = None,
     ) -> None:
+        self.at_least(1, parts=parts, min_rows=min_rows)
         self.parts, self.min_rows, self.collectives, self.by_rows = parts, min_rows, collectives, by_rows
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:

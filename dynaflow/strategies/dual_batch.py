@@ -20,6 +20,7 @@ class DualBatch(df.OpSchedulerBase):
         shared: str = "*.shared_expert*",
         collectives: str = "collective::*",
     ) -> None:
+        self.at_least(1, parts=parts, min_rows=min_rows)
         self.parts, self.min_rows = parts, min_rows
         self.experts, self.shared, self.collectives = experts, shared, collectives
 

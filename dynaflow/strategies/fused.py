@@ -53,11 +53,11 @@ def find_chains(ops: Sequence[df.Op], collective: str, norm: str) -> dict[str, t
 
 
 def _is_simple(op: df.Op) -> bool:
-    """It can be called with its values alone: sizes, if it takes any, follow from them."""
+    """It can be called with its values alone, once they are there: sizes, if it takes any, follow from them."""
     nodes = list(op.module.graph.nodes)
     sizes = nodes[: len(op.symbols)]
     follows = all(_is_left_open(user, size) for size in sizes for user in size.users)
-    return op.splittable and follows and not any(node.op == "get_attr" for node in nodes)
+    return op.splittable and not op.follows and follows and not any(node.op == "get_attr" for node in nodes)
 
 
 def _is_left_open(node: fx.Node, size: fx.Node) -> bool:

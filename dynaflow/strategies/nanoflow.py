@@ -29,7 +29,9 @@ class NanoFlow(df.OpSchedulerBase):
         merged: tuple[str, ...] = (),
         by_rows: bool | None = None,
     ) -> None:
-        self.parts, self.min_rows, self.sms, self.exclusive, self.merged = parts, min_rows, sms, exclusive, merged
+        self.at_least(1, parts=parts, min_rows=min_rows)
+        self.parts, self.min_rows, self.sms, self.exclusive = parts, min_rows, sms, exclusive
+        self.merged = self.listed_names("merged", merged, 'list the globs: merged=["*.mlp"]')
         self.attention, self.collectives, self.by_rows = attention, collectives, by_rows
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
@@ -53,7 +55,7 @@ class NanoFlow(df.OpSchedulerBase):
             op = next((op for op in ops if op.micro_batch == turn), ops[0])
             if op.op.splittable and any(fnmatchcase(op.name, path) for path in self.merged):
                 all_of_it = ctx.items(op.op)
-                if {*waiting, *ops}.issuperset(all_of_it):
+                if ctx.is_ready(all_of_it):
                     ctx.execute(all_of_it, lane="compute")
                     waiting.difference_update(all_of_it)
                 else:

@@ -6,7 +6,7 @@ gradients of a layer are gone before those of the next but one are made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dynaflow as df
@@ -22,9 +22,12 @@ class OptimizerBeside(df.OpSchedulerBase):
     """
 
     def __init__(self, inner: df.OpSchedulerBase | None = None, behind: int = 1) -> None:
-        if behind < 0:
-            raise df.ScheduleError(f"OptimizerBeside(behind={behind}): ahead of its gradient", advice="pass 0 or more")
+        self.at_least(0, behind=behind)
         self.inner, self.behind = inner or df.Sequential(), behind
+
+    @property
+    def functions(self) -> Sequence[Callable[..., Any]]:  # type: ignore[override]
+        return self.inner.functions
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return self.inner.partition()

@@ -8,7 +8,7 @@ there beside the computation, and comes back in the same way (`df.compile(..., o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +28,12 @@ class Prefetch(df.OpSchedulerBase):
     """
 
     def __init__(self, inner: df.OpSchedulerBase | None = None, ahead: int = 1, behind: int = 4) -> None:
-        if min(ahead, behind) < 0:
-            raise df.ScheduleError(f"Prefetch(ahead={ahead}, behind={behind}): less than none", advice="pass 0 or more")
+        self.at_least(0, ahead=ahead, behind=behind)
         self.inner, self.ahead, self.behind = inner or df.Sequential(), ahead, behind
+
+    @property
+    def functions(self) -> Sequence[Callable[..., Any]]:  # type: ignore[override]
+        return self.inner.functions
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return [

@@ -16,6 +16,9 @@ class Searched(df.OpSchedulerBase):
         collectives: str = "collective::*",
         seconds: float = 5.0,
     ) -> None:
+        self.at_least(1, parts=parts)
+        if not seconds >= 0:
+            raise df.ScheduleError(f"seconds={seconds}", advice="pass 0 or more")
         self.parts, self.attention, self.collectives, self.seconds = parts, attention, collectives, seconds
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
@@ -31,16 +34,17 @@ class Searched(df.OpSchedulerBase):
         if parts > 1:
             ctx.split(parts)
         items = [item for op in ctx.ops for item in ctx.items(op)]
-        place = {(i.op.index, m): n for n, i in enumerate(items) for m in i.micro_batches}
+        place = {item: n for n, item in enumerate(items)}
         pieces = [
             Piece(
                 seconds=ctx.cost(item),
-                lane=next(iter(item.tags & {"memory", "network"}), "compute"),
-                after=tuple(sorted({place[a, m] for a in item.op.after for m in item.micro_batches})),
+                lane=next(iter(item.tags & {"memory", "network"}), "network" if item.op.groups else "compute"),
+                after=tuple(sorted({place[before] for before in ctx.before(item) if before in place})),
                 uses={name: share for name, share in ctx.uses(item).items() if name not in ("power", "sms")},
             )
             for item in items
         ]
         starts = solve(pieces, self.seconds)
-        for n in sorted(range(len(items)), key=lambda n: (starts[n], n)):
-            ctx.execute(items[n], lane=pieces[n].lane)
+        while ready := ctx.get_ready_ops():
+            first = min(ready, key=lambda item: starts[place[item]])
+            ctx.execute(first, lane=pieces[place[first]].lane)

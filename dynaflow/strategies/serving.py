@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dynaflow as df
@@ -20,6 +21,10 @@ class Serving(df.OpSchedulerBase):
 
     def __init__(self, scheduler: df.OpSchedulerBase, most: int, in_turns: bool = False) -> None:
         self.scheduler, self.most, self.in_turns = scheduler, most, in_turns
+
+    @property
+    def functions(self) -> Sequence[Callable[..., Any]]:  # type: ignore[override]
+        return self.scheduler.functions
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return self.scheduler.partition()

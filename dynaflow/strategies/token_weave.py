@@ -31,6 +31,7 @@ class TokenWeave(df.OpSchedulerBase):
         sms: int | None = None,
         compiled: bool | None = None,
     ) -> None:
+        self.at_least(1, parts=parts, min_rows=min_rows)
         self.parts, self.min_rows, self.sms = parts, min_rows, sms
         self.norms, self.collectives, self.experts = norms, collectives, experts
         self.fusions = Fusions(compiled=compiled)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from dynaflow.errors import DynaFlowError, nearest
+from dynaflow.errors import DynaFlowError, nearest, shown
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 
@@ -181,11 +181,13 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 def device_named(name: str, ranks: int | None = None) -> Device:
     """By name: "h200"; or "b200x8", one of eight in a node."""
+    if not isinstance(name, str):
+        raise DynaFlowError(f"no device is named {shown(name)}", advice=f"there are {', '.join(DEVICES)}")
     found = re.fullmatch(r"(.+?)(?:x(\d+))?", name.strip().lower())
     base = DEVICES.get(found[1]) if found else None
     if base is None or found is None:
-        close = nearest(name, list(DEVICES), 8)
-        raise DynaFlowError(f"no device is named {name!r}", advice=f"there are {', '.join(close)}")
+        close = nearest(name[:100], list(DEVICES), 8)
+        raise DynaFlowError(f"no device is named {shown(name)}", advice=f"there are {', '.join(close)}")
     return base.with_ranks(ranks or int(found[2] or 1))
 
 

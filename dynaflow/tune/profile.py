@@ -6,6 +6,7 @@ longer than in a CUDA graph, since they are launched one by one, is subtracted.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
@@ -51,8 +52,8 @@ class Profiler:
         """Is there an operator of the plan that was never measured, here or by an earlier process?"""
         keys = {key for lane in _lanes(plan) for key in self._keys(plan, graph, lane) if key is not None}
         for key in keys - self._known.keys():
-            if (kept := _store.get(self._place(key))) is not None:
-                self._known[key] = float(kept)
+            if (seconds := _seconds(_store.get(self._place(key)))) is not None:
+                self._known[key] = seconds
         return not keys <= self._known.keys()
 
     def measure(self, made: Any, trials: Trials, restore: Callable[[], None]) -> None:
@@ -111,6 +112,15 @@ class Profiler:
 
     def _place(self, key: Key) -> str:
         return f"{self._where} {key[0]} {key[1]} {key[2]}"
+
+
+def _seconds(kept: str | None) -> float | None:
+    """What an earlier process left; None if that is no time."""
+    try:
+        seconds = float(kept or "nan")
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 def in_a_row(plan: Plan, graph: OpGraph, lane: Lane) -> Plan:

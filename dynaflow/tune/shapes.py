@@ -21,7 +21,7 @@ def capture(
     from dynaflow.api import compile as compile_model
 
     with torch.no_grad(), planned_for(device):
-        ready = compile_model(model, scheduler, operators="eager")._ready((), given)
+        ready = compile_model(model, scheduler, operators="eager")._df_ready((), given)
     return ready.graph, ready.plan
 
 

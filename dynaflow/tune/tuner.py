@@ -244,7 +244,7 @@ class Tuner:
             return None
         try:
             decision = Decision.from_json(text)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
         if decision.chosen == SEQUENCE:
             return self.sequence, decision

@@ -158,7 +158,7 @@ class Document:
     def from_json(text: str) -> Document:
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise _wrong(f"no timeline: the text is no JSON ({e})", "pass what Document.to_json() gave") from e
         return Document.from_dict(data if isinstance(data, dict) else {})
 

@@ -42,7 +42,7 @@ def load(path: str | Path) -> Any:
         raise TimelineError(f"{path} can't be read: {reason}", advice="name a file that is there") from e
     except (EOFError, zlib.error) as e:
         raise TimelineError(f"{path} is cut off or damaged: {e}", advice="write it again") from e
-    except ValueError as e:  # no JSON, or no text at all
+    except (ValueError, RecursionError) as e:  # no JSON, or no text at all
         raise TimelineError(f"{path} is no JSON: {e}", advice=_ACCEPTED) from e
 
 
@@ -55,7 +55,7 @@ def _parsed(data: Any, path: Path) -> Document:
     if isinstance(data, dict) and data.get("kind") == KIND:
         return Document.from_dict(data)
     if isinstance(data, dict) and "micro_batches" in data:
-        return of_plan(Plan.from_json(json.dumps(data)), title=name)
+        return of_plan(Plan.from_dict(data), title=name)
     raise TimelineError("neither a plan, nor a timeline, nor a trace", advice=_ACCEPTED)
 
 

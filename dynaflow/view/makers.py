@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.capture.probe import concrete
 from dynaflow.capture.work import concrete_sizes
-from dynaflow.errors import PlanError, TimelineError
+from dynaflow.errors import TimelineError
+from dynaflow.schedule.check import check_form
 from dynaflow.schedule.plan import Item, Lane, Plan, Task, one_by_one
 from dynaflow.view.document import Counter, Document, Source, TimedTask
 from dynaflow.view.text import Span, steps_of
@@ -27,14 +28,7 @@ def of_plan(plan: Plan, graph: OpGraph | None = None, *, title: str = "") -> Doc
 
     A sequential plan has the operators of its graph; without the graph, nothing.
     """
-    for i, task in enumerate(plan.tasks):
-        parts = {m for item in task.items for m in item.micro_batches}
-        if not task.items or not parts <= set(range(len(plan.micro_batches))):
-            raise PlanError(f"task {i} ({task}) runs nothing, or micro-batches that are not there",
-                            advice="check(plan, graph) says more")  # fmt: skip
-        if any(not 0 <= a < i for a in task.after):
-            raise PlanError(f"task {i} ({task}) waits for {list(task.after)}: not all of them come before it",
-                            advice="check(plan, graph) says more")  # fmt: skip
+    check_form(plan)
     whole = _spelled_out(plan, graph)
     return _document(plan, whole, steps_of(whole), "planned", title, graph)
 

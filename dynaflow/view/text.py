@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import textwrap
 from collections.abc import Sequence
 
+from dynaflow import checked
+from dynaflow.errors import TimelineError
+from dynaflow.schedule.check import check_form
 from dynaflow.schedule.plan import Plan, Task
 
 Span = tuple[float, float]
@@ -20,10 +24,13 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
 
     A letter stands for a kind of operator (its path without numbers), the digits for the micro-batches.
     """
+    check_form(plan)
+    advice = "pass a number of columns"
+    width = checked.integer(width, "draw(width)", advice, least=1, most=100_000, error=TimelineError)
     if plan.sequential:
         return "(the uncut graph, in sequence)"
     letters = _letters(plan)
-    times = list(spans) if spans is not None else steps_of(plan)
+    times = _checked(spans, plan) if spans is not None else steps_of(plan)
     begin, end = min(s for s, _ in times), max(e for _, e in times)
     label = max(len(lane.name) for lane in plan.lanes)
     columns = max(NARROWEST, width - label - 2)
@@ -53,6 +60,18 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
     return "\n".join(lines).replace("\0", " ")
+
+
+def _checked(spans: Sequence[Span], plan: Plan) -> list[Span]:
+    advice = "pass the start and the end of each of the plan's tasks, in ms: [(0.0, 1.5), ...]"
+    found = checked.several(spans, "draw(spans)", advice, TimelineError)
+    try:
+        times = [(float(start), float(end)) for start, end in found]
+    except (TypeError, ValueError):
+        times = []
+    if len(times) != len(plan.tasks) or not all(map(math.isfinite, (t for pair in times for t in pair))):
+        raise checked.wrong("draw(spans)", spans, advice, TimelineError)
+    return times
 
 
 def steps_of(plan: Plan) -> list[Span]:

@@ -245,3 +245,23 @@ def test_a_second_process_looks_for_kernels_where_the_first_has_left_them(tmp_pa
     first, second = (subprocess.check_output(command, env=environment, text=True).split() for _ in range(2))
     assert first == [str(tmp_path / "triton" / "0"), "0"]
     assert second == [first[0], "1"]
+
+
+def test_a_forked_child_gets_an_error():
+    """Not a hang, and not a word of CUDA's."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16)).cuda()
+    x = torch.randn(4, 16, device="cuda")
+    fast = df.compile(model, Lanes([("0", "a"), ("2", "b")], 2, 2), operators="eager")
+    with torch.no_grad():
+        assert gap(model(x), fast(x)) <= 1e-5
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                fast(x)
+            except df.DynaFlowError as e:
+                status = 0 if "spawn" in str(e) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert gap(model(x), fast(x)) <= 1e-5

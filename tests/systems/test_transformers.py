@@ -538,9 +538,9 @@ def test_pipeline(tmp_path: Path) -> None:
     assert parts(hf.compiled(model).prefill) == parts(hf.compiled(model).decode) == {2}
 
 
-def trained(folder: Path, backend: str | None = None, **arguments: Any) -> list[float]:
-    data = [{"input_ids": t, "labels": t} for t in prompts(16, 10)["input_ids"]]
-    model = build().train()
+def trained(folder: Path, backend: str | None = None, model: Any = None, **arguments: Any) -> list[float]:
+    data = [{"input_ids": t, "labels": t, "unused": 1} for t in prompts(16, 10)["input_ids"]]
+    model = build().train() if model is None else model
     if backend:
         model.compile(backend=backend)
     settings = transformers.TrainingArguments(
@@ -559,6 +559,19 @@ def test_trainer(tmp_path: Path, seen: list[int]) -> None:
     with df.configure(scheduler=Seen(), operators="eager"):
         assert trained(tmp_path, "dynaflow") == pytest.approx(expected, abs=1e-4)
     assert seen == [2, 2]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_takes_a_compiled_model(tmp_path: Path, seen: list[int], bf16: bool) -> None:
+    """It reads the signature of its `forward`, wraps that for bf16, and saves it."""
+    expected = trained(tmp_path, bf16=bf16)
+    plain = build().train()
+    fast: Any = df.compile(plain, Seen(), operators="eager")
+    assert trained(tmp_path, model=fast, bf16=bf16) == pytest.approx(expected, abs=2e-2 if bf16 else 1e-4)
+    assert seen == [2, 2]
+    fast.save_pretrained(tmp_path / "saved")
+    loaded = type(plain).from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in plain.state_dict().items())
 
 
 def test_trainer_by_name(tmp_path: Path, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,8 +645,8 @@ def test_who_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"scheduler": "nanoflwo"}, "did you mean 'nanoflow'"),
         ({"scheduler": "nanoflow", "scheduler_options": {"rows": 3}}, "its options are"),
         ({"scheduler": 3}, "3 is no scheduler"),
-        ({"cudagraph": "all"}, 'say "plan"'),
-        ({"operators": "fast"}, 'say "inductor"'),
+        ({"cudagraph": "all"}, "say 'plan'"),
+        ({"operators": "fast"}, "say 'inductor'"),
         ({"schedule": "nanoflow"}, "unknown option 'schedule'"),
     ],
 )
@@ -665,6 +678,8 @@ def test_models_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         hf.accelerate(torch.nn.Linear(2, 2))
     with pytest.raises(df.DynaFlowError, match="encoder and a decoder"):
         hf.accelerate(ZOO["t5"].build())
+    with pytest.raises(df.DynaFlowError, match="pass the model itself"):
+        hf.accelerate(df.compile(build()))
     monkeypatch.setattr("transformers.__version__", "4.57.1")
     with pytest.raises(df.DynaFlowError, match=r"4\.57\.1 is too old\n.*transformers>=5\.17"):
         hf.accelerate(build())

@@ -29,6 +29,7 @@ vllm_model.prepare()
 
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
 
 from dynaflow.integrations import vllm as integration  # noqa: E402
 from dynaflow.integrations.vllm_batches import PARTS, Step  # noqa: E402
@@ -57,8 +58,32 @@ RANKED: dict[str, dict[str, Any]] = {
     "comm_overlap in 2": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 2}},
     "comm_overlap in 3": {"scheduler": "comm_overlap", "scheduler_options": {"parts": 3}},
 }
+_OWN = "tests.systems.vllm_schedulers"
+ORDERS: dict[str, dict[str, Any]] = {
+    "last first": {"scheduler": f"{_OWN}:LastFirst"},
+    "shuffled": {"scheduler": f"{_OWN}:Shuffled"},
+    "shuffled again": {"scheduler": f"{_OWN}:Shuffled", "scheduler_options": {"parts": 4, "seed": 1}},
+    "nanoflow": {"scheduler": "nanoflow", "scheduler_options": {"attention": "dynaflow_told::*"}},
+    "searched": {"scheduler": "searched", "scheduler_options": {"attention": "dynaflow_told::*", "parts": 3}},
+    "auto that tunes": {"scheduler": "auto", "scheduler_options": {"seconds": 0.2, "most": 1}},
+}
+"""Orders that nobody would choose, too: all have to be right."""
+STATES: dict[str, dict[str, Any]] = {
+    "delta net": {"dtype": "bfloat16", "enable_prefix_caching": False},
+    "short convolutions": {"enable_prefix_caching": False},
+    "state space": {"enable_prefix_caching": False},
+    "short convolutions, cached": {"config": "short convolutions", "enable_prefix_caching": True},
+}
+"""Models that keep a state of each request, and their settings."""
+BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "GPT-NeoX": {},
+    "Llama": {"model_impl": "transformers"},
+}
+"""Models that vLLM runs with its Transformers backend."""
 RUNS: dict[str, tuple[Any, ...]] = {
     "stock": ("stock",),
+    "states": ("others", ORDERS, STATES),
+    "by_transformers": ("others", ORDERS, BY_TRANSFORMERS),
     "scheduled": ("scheduled", SCHEDULERS),
     "compiled": ("scheduled", COMPILED),
     "ranks": ("ranks", RANKED),
@@ -125,7 +150,7 @@ def _found_by(name: str) -> Any:
     return found
 
 
-stock, scheduled, compiled, ranks, experts, processes = map(_found_by, RUNS)
+stock, states, by_transformers, scheduled, compiled, ranks, experts, processes = map(_found_by, RUNS)
 
 
 def assert_same(answers: Results, expected: Results) -> None:
@@ -332,6 +357,46 @@ def test_experts_run_in_two_parts(experts: Results) -> None:
     assert pieces == 4 and replays > 20, "experts are captured with what is around them"
 
 
+# Models with a state of each request, and others that vLLM runs by other means
+
+
+def assert_same_as_stock(found: Results, order: str) -> None:
+    assert_same(found["served"][order]["answers"], found["stock"])
+    tokens = {answer["tokens"][0] for answer in found["stock"].values()}
+    assert len(tokens) > 4, "a dull model"
+    assert not found["plain_reasons"]
+
+
+def cuts_inside(found: Results, order: str) -> int:
+    """How often a prompt that had a step for itself was cut."""
+    steps = found["served"][order]["steps"]
+    return sum(step["requests"][:2] == [64, 64] and step["parts"][:1] in ([64], [128]) for step in steps)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("model_", STATES)
+def test_pieces_of_a_prompt_leave_their_state_to_the_next(states: Results, model_: str, order: str) -> None:
+    found = states[model_]
+    assert_same_as_stock(found, order)
+    if order == "auto that tunes":  # it may not: what runs twice would go on from its own state
+        return
+    cut = [step for step in found["served"][order]["steps"] if step["parts"]]
+    assert len(cut) > 3
+    if model_.endswith("cached"):  # the place of a state follows from all tokens of the request
+        assert max(max(step["requests"]) for step in cut) > 128 and not cuts_inside(found, order)
+    else:
+        assert cuts_inside(found, order) > 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("model_", BY_TRANSFORMERS)
+def test_models_of_the_transformers_backend_are_cut(by_transformers: Results, model_: str, order: str) -> None:
+    found = by_transformers[model_]
+    assert_same_as_stock(found, order)
+    assert order == "auto that tunes" or cuts_inside(found, order) > 1
+    assert not found["refusals"], "something runs whole"
+
+
 @torch.library.custom_op("vllm::dynaflow_tests_ask", mutates_args=())
 def ask(x: torch.Tensor, layer_name: str) -> torch.Tensor:
     return x + 1
@@ -340,6 +405,81 @@ def ask(x: torch.Tensor, layer_name: str) -> torch.Tensor:
 @ask.register_fake
 def _(x: torch.Tensor, layer_name: str) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("vllm::dynaflow_tests_fill", mutates_args=())
+def fill(x: torch.Tensor, prefix: str) -> torch.Tensor:
+    return x.new_empty(0)
+
+
+@torch.library.custom_op("vllm::dynaflow_tests_look", mutates_args=())
+def look(x: torch.Tensor, prefix: str, kv_cache_dummy_dep: torch.Tensor | None = None) -> torch.Tensor:
+    return x + 1
+
+
+fill.register_fake(lambda x, prefix: x.new_empty(0))
+look.register_fake(lambda x, prefix, kv_cache_dummy_dep=None: torch.empty_like(x))
+
+
+class Keeps(AttentionLayerBase):
+    """A layer that keeps something of each request."""
+
+    def get_attn_backend(self) -> Any: ...
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
+
+
+def test_operators_with_a_state_are_found_by_the_layers_that_they_name(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by their own names, nor by those of their arguments."""
+    config = configured(model, **NANOFLOW)
+    config.compilation_config.static_forward_context.update(
+        {"cached": Keeps(), "recurrent": Keeps(), "experts": SimpleNamespace()}
+    )
+    monkeypatch.setattr(Step, "told", set())
+
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        x = look(x * 2, "cached", fill(x + 1, "cached"))
+        return look(ask(look(x * 2, "recurrent") * 2, "experts") * 2, "experts")
+
+    before = set(integration.forwards())
+    torch._dynamo.reset()
+    fast = torch.compile(layers, backend=handed_to(config), dynamic=True)
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(fast(x), layers(x))
+    (forward,) = set(integration.forwards()) - before
+    assert Step.told == {"cached", "recurrent", "experts"} and not forward.why_whole
+    forward.engine.set_scheduler(integration.in_vllm("tests.systems.vllm_schedulers:LastFirst"))
+    fast(x)
+    (graph,) = forward.engine._schedules.graphs.values()
+    found = {op.name: [graph.ops[a].name for a in op.follows] for op in graph.ops if "dynaflow_tests" in op.name}
+    assert found == {
+        "dynaflow_tests_fill": [],  # who looks waits for it
+        "dynaflow_tests_look": ["dynaflow_tests_fill"],
+        "dynaflow_tests_look#2": ["dynaflow_tests_look#2"],
+        "dynaflow_tests_ask": [],
+        "dynaflow_tests_look#3": ["dynaflow_tests_look#3"],  # it has a state elsewhere
+    }
+
+
+def test_a_layer_that_is_told_by_counting_calls_keeps_batches_whole(model: str) -> None:
+    backend, before = handed_to(configured(model, **NANOFLOW)), set(integration.forwards())
+    torch._dynamo.reset()
+    torch.compile(lambda x: ask(x * 2, "from_forward_context"), backend=backend, dynamic=True)(torch.ones(8, 4))
+    (forward,) = set(integration.forwards()) - before
+    assert "'from_forward_context'" in forward.why_whole and Step.now.why_whole == forward.why_whole
+
+
+def test_a_graph_of_which_no_operator_asks_stays_whole(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder's, say, after a step of the language model: the requests of that are none of its."""
+    backend, before = handed_to(configured(model, **NANOFLOW)), set(integration.forwards())
+    step = SimpleNamespace(facts={"whole": False, "num_tokens": [4, 4], "phase": "prefill"})
+    monkeypatch.setattr(Step, "now", step)
+    torch._dynamo.reset()
+    x, fast = torch.randn(8, 4), torch.compile(lambda x: x.softmax(0) + x, backend=backend, dynamic=True)
+    torch.testing.assert_close(fast(x), x.softmax(0) + x)
+    assert set(integration.forwards()) == before
 
 
 def handed_to(config: Any) -> Any:
@@ -500,8 +640,9 @@ def test_the_environment_is_a_setting_too(model: str, monkeypatch: pytest.Monkey
         ({"hf_overrides": {"is_encoder_decoder": True}, "max_model_len": 256}, None, "not tried with an encoder"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, None, "a KV connector"),
         ({"all2all_backend": "deepep_high_throughput"}, None, "DeepEP's kernels for throughput"),
+        ({"enable_lora": True}, None, "not tried with LoRA"),
     ],
-    ids=["eager", "backend", "mode", "version", "pooler", "indexer", "encoder", "connector", "DeepEP"],
+    ids=["eager", "backend", "mode", "version", "pooler", "indexer", "encoder", "connector", "DeepEP", "LoRA"],
 )
 def test_where_we_stay_out_vllm_runs_as_it_is_and_says_why(
     model: str,
@@ -527,13 +668,38 @@ def test_where_we_stay_out_vllm_runs_as_it_is_and_says_why(
         ({"scheduler": "nanoflow", "scheduler_options": {"pats": 3}}, "its options are"),
         ({"scheduler": "nowhere.at_all:Mine"}, "say package.module:name"),
         ({"schduler": "nanoflow"}, "unknown option 'schduler'"),
+        ("nanoflow", r'say \{"dynaflow": \{"scheduler": "nanoflow"\}\}'),
+        (["nanoflow"], r'say \{"dynaflow": \{"scheduler": "nanoflow"\}\}'),
+        (3, r'say \{"dynaflow": \{"scheduler": "nanoflow"\}\}'),
+        ({"scheduler": "nanoflow", "scheduler_options": ["parts"]}, "no options by name"),
+        ({"scheduler": "nanoflow", "scheduler_options": 3}, "no options by name"),
+        ({"scheduler": "nanoflow", "scheduler_options": {"parts": 0}}, "pass 1 or more"),
+        ({"scheduler": "nanoflow", "scheduler_options": {"parts": "2"}}, "parts='2' is no int"),
+        ({"scheduler": ["nanoflow"]}, "is no scheduler"),
+        ({"scheduler": 0}, "is no scheduler"),
+        ({"scheduler": "nanoflow", "batch_dims": {"x": 1}}, "option 'batch_dims' is not for vLLM"),
+        ({"scheduler": "nanoflow", "facts": {"phase": "decode"}}, "option 'facts' is not for vLLM"),
     ],
 )
-def test_what_is_misspelled_is_an_error_before_the_model_is_loaded(
-    model: str, given: dict[str, Any], message: str
-) -> None:
+def test_what_is_misspelled_is_an_error_before_the_model_is_loaded(model: str, given: Any, message: str) -> None:
     with pytest.raises(DynaFlowError, match=message):
         configured(model, additional_config={"dynaflow": given})
+
+
+def test_none_is_no_setting(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAFLOW_SCHEDULER", "nanoflow")
+    assert configured(model, additional_config={"dynaflow": None}).compilation_config.backend != integration.BACKEND
+
+
+def test_where_vllm_turns_its_compilation_off_we_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    compilation = SimpleNamespace(cudagraph_mode=None, mode=None, backend="")
+
+    def post_init(config: Any) -> None:
+        config.compilation_config.mode = 0
+
+    integration._take_over(SimpleNamespace(compilation_config=compilation), "eager", post_init)
+    assert compilation.backend != integration.BACKEND
+    assert "dynaflow stays out" in caplog.text and "mode 0" in caplog.text
 
 
 def test_a_class_of_ones_own_that_is_no_scheduler(model: str) -> None:

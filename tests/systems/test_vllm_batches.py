@@ -26,6 +26,7 @@ vllm_model.prepare()
 
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec  # noqa: E402
 
 from dynaflow.hosted import wrap  # noqa: E402
 from dynaflow.integrations import vllm as integration  # noqa: E402
@@ -59,6 +60,7 @@ REFUSED = of_this_version(
         "mm_req_doc_ranges": {0: [(1, 2)]},
         "encoder_seq_lens": torch.arange(5),
         "encoder_seq_lens_cpu": np.arange(5),
+        "replayssm_decode_base_cpu": torch.arange(5),
     }
 )
 """Fields that nobody knows how to cut: such a batch stays whole."""
@@ -67,10 +69,14 @@ CACHES = of_this_version(
 )
 
 
-def metadata(batch: Sequence[Asked], *, optional: bool = True, padding: int = 0) -> Any:
+PARTED = ("positions", "is_prefilling", "req_idx", "rswa_prefix_lens")
+"""Optional fields with which requests can still be cut inside."""
+
+
+def metadata(batch: Sequence[Asked], *, optional: bool | Sequence[str] = True, padding: int = 0) -> Any:
     """What vLLM would make for these requests; `padding` more requests and tokens are none at all.
 
-    Without what is `optional`, requests can be cut inside.
+    `optional`: whether it has the fields that vLLM may leave out, or which of them.
     """
     counts = [a.tokens for a in batch] + [0] * padding
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
@@ -87,7 +93,6 @@ def metadata(batch: Sequence[Asked], *, optional: bool = True, padding: int = 0)
         "is_prefilling": numbers % 2 == 1,
         "req_idx": numbers.numpy() + 40,
         "rswa_prefix_lens": numbers + 50,
-        "replayssm_decode_base_cpu": numbers + 60,
     }
     return CommonAttentionMetadata(
         query_start_loc=starts.clone(),
@@ -100,7 +105,7 @@ def metadata(batch: Sequence[Asked], *, optional: bool = True, padding: int = 0)
         block_table_tensor=numbers[:, None] * 10 + torch.arange(6, dtype=torch.int32),
         slot_mapping=torch.tensor(slots),
         seq_lens_cpu_upper_bound=ends.clone(),
-        **of_this_version(more if optional else {}),
+        **of_this_version({n: v for n, v in more.items() if optional is True or (optional and n in optional)}),
     )
 
 
@@ -151,10 +156,16 @@ def test_a_cut_at_requests_is_what_those_requests_alone_would_have(start: int, s
     assert_equal(dataclasses.replace(whole, _num_computed_tokens_cache=None), metadata(BATCH))  # it was not changed
 
 
-def test_a_cut_inside_of_requests_is_what_those_tokens_alone_would_have() -> None:
-    whole = metadata(BATCH, optional=False)
+@pytest.mark.parametrize("optional", [False, PARTED], ids=["little", "all that can be"])
+def test_a_cut_inside_of_requests_is_what_those_tokens_alone_would_have(optional: Any) -> None:
+    whole = metadata(BATCH, optional=optional)
+    whole.compute_num_computed_tokens()
     for start, stop in itertools.combinations(range(ENDS[-1] + 1), 2):
-        assert_equal(cut(whole, start, stop), metadata(between(BATCH, start, stop), optional=False))
+        alone = metadata(between(BATCH, start, stop), optional=optional)
+        made = cut(whole, start, stop)
+        # By these a recurrent layer knows whether, and from where, it goes on.
+        assert torch.equal(made.compute_num_computed_tokens(), alone.compute_num_computed_tokens())
+        assert_equal(made, alone)
 
 
 def test_padding_belongs_to_the_last_part() -> None:
@@ -185,24 +196,31 @@ class Context:
     slot_mapping: Any
     is_padding: Any = None
     dp_metadata: Any = None
+    no_compile_layers: Any = dataclasses.field(default_factory=dict)
 
 
 @pytest.fixture(autouse=True)
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is run here was seen to be harmless, unless a test says otherwise."""
+    """What is run here was seen to be harmless, and all operators are told their rows, unless a test says otherwise."""
     monkeypatch.setattr(Step, "entangled", "")
+    monkeypatch.setattr(Step, "told", {"layer", "other"})
 
 
-def group_of_layers() -> Any:
+PAGED = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+
+
+def group_of_layers(spec: Any = PAGED) -> Any:
     builders = [Builder() for _ in range(1 + PARTS)]
-    group = SimpleNamespace(metadata_builders=builders, get_metadata_builder=lambda i: builders[i])
+    group = SimpleNamespace(
+        metadata_builders=builders, get_metadata_builder=lambda i: builders[i], kv_cache_spec=spec
+    )
     remember_builds(group)
     return group
 
 
-def step_of(common: Any, **more: Any) -> Step:
+def step_of(common: Any, spec: Any = PAGED, **more: Any) -> Step:
     """A step of vLLM's with these metadata."""
-    made = group_of_layers().get_metadata_builder(0).build(0, common)
+    made = group_of_layers(spec).get_metadata_builder(0).build(0, common)
     rows = common.num_actual_tokens
     return Step(Context({"layer": made}, {"layer": torch.arange(rows)}, **more), rows)
 
@@ -270,6 +288,41 @@ def test_requests_are_cut_inside_only_where_all_that_is_known_of_them_can_be() -
     assert step.requests == [64, 86, 70]
     assert_equal(step.part(0, 64).attn_metadata["layer"].common, metadata([Asked(3, 64, 1)], optional=False))
     assert step_of(metadata(long)).requests == [150, 70]
+
+
+def recurrent(mode: str) -> MambaSpec:
+    """A state for each request, in one block or, with prefix caching, in that of its last token."""
+    return MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+
+
+WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=16)
+STRANGE = AttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parted"),
+    [(PAGED, True), (WINDOW, True), (recurrent("none"), True), (recurrent("align"), False), (STRANGE, False)],
+    ids=["paged", "window", "state", "states by block", "unknown"],
+)
+def test_requests_are_cut_inside_only_where_pieces_find_what_layers_keep(spec: Any, parted: bool) -> None:
+    long = [Asked(3, 150, 1), Asked(0, 70, 2)]
+    step = step_of(metadata(long, optional=PARTED), spec)
+    assert step.requests == ([64, 86, 70] if parted else [150, 70])
+    assert step.part(0, 150).attn_metadata["layer"].common.is_prefilling.tolist() == [True]
+
+
+def test_a_layer_that_no_operator_names_keeps_the_batch_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Step, "told", {"other"})
+    assert step_of(metadata(BATCH)).why_whole == "no operator says that it uses layer"
+    known = {"layer": SimpleNamespace(is_draft_layer=False)}
+    assert step_of(metadata(BATCH), no_compile_layers=known).why_whole
+    drafts = {"layer": SimpleNamespace(is_draft_layer=True)}  # another graph's
+    assert not step_of(metadata(BATCH), no_compile_layers=drafts).why_whole
+
+
+def test_a_graph_may_have_reasons_of_its_own() -> None:
+    context = step_of(metadata(BATCH)).context
+    assert Step(context, 20, "it counts its calls").facts == {"whole": True}
 
 
 def test_a_profile_run_stays_whole() -> None:
@@ -545,7 +598,9 @@ class Runner:
 
 class Worker:
     def __init__(self, config: Any) -> None:
-        self.vllm_config, self.worker = config, SimpleNamespace(model_runner=Runner())
+        warm_up = lambda: "warm"  # noqa: E731
+        self.vllm_config = config
+        self.worker = SimpleNamespace(model_runner=Runner(), compile_or_warm_up_model=warm_up)
 
     def initialize_from_config(self, kv_cache_configs: Any) -> None:
         pass
@@ -576,6 +631,17 @@ def worker_of(config: Any) -> Any:
     return worker
 
 
+def test_a_model_of_which_no_graph_came_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for layers, named in (({"layer": 1, "others": 2}, False), ({"others": 2}, True), ({}, True)):
+        caplog.clear()
+        worker = worker_of(config_with(integration.BACKEND, layers=layers)).worker
+        assert worker.compile_or_warm_up_model() == "warm"
+        assert ("dynaflow stays out" in caplog.text) is named
+    worker = worker_of(config_with("inductor", layers={})).worker
+    caplog.clear()
+    assert worker.compile_or_warm_up_model() == "warm" and not caplog.text
+
+
 def test_where_nothing_is_shared_steps_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "entangled", UNKNOWN)
     assert step_of(metadata(BATCH)).why_whole == UNKNOWN  # nobody has set anything up
@@ -587,10 +653,12 @@ def test_where_nothing_is_shared_steps_are_not_judged(monkeypatch: pytest.Monkey
 
 
 def test_vllms_workers_and_runners_have_what_is_wrapped_once() -> None:
-    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker import cpu_worker, gpu_model_runner, gpu_worker
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    for worker in (cpu_worker.CPUWorker, gpu_worker.Worker):
+        assert worker.compile_or_warm_up_model
     for kind in (gpu_model_runner.GPUModelRunner, model_runner.GPUModelRunner):
         assert list(inspect.signature(kind.execute_model).parameters)[1] == "scheduler_output"
         assert kind.sample_tokens
@@ -618,9 +686,9 @@ def test_builders_of_micro_batches_are_made_only_where_we_are_wanted() -> None:
     assert group.metadata_builders[0].build is not print and group.metadata_builders[1].build is print
 
 
-def config_with(backend: str, caching: bool = True) -> Any:
+def config_with(backend: str, caching: bool = True, layers: Any = ()) -> Any:
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(backend=backend),
+        compilation_config=SimpleNamespace(backend=backend, static_forward_context=layers),
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
         parallel_config=SimpleNamespace(decode_context_parallel_size=2),
     )

@@ -1,9 +1,12 @@
-"""Small models that vLLM loads and serves offline, on CPU: a Llama, and a Qwen3 with experts."""
+"""Small models that vLLM loads and serves offline, on CPU: a Llama, a Qwen3 with experts; and others, by their
+configurations alone, with weights that are drawn when they are loaded."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,105 @@ def small_moe(folder: Path) -> str:
     attention = _attention() | {"self_attn.q_norm": (_HEAD,), "self_attn.k_norm": (_HEAD,)}
     experts = {f"mlp.experts.{i}.{name}": shape for i in range(_EXPERTS) for name, shape in _mlp().items()}
     return _save(folder, config, attention, {"mlp.gate": (_EXPERTS, _HIDDEN), **experts})
+
+
+SEEDED = "seeded"
+"""A load format."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    "delta net": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        **_COMMON,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,  # the CPU's kernel wants so many
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0, 1],
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+    },
+    # Without attention: on CPU, vLLM rotates queries of three dims by the wrong positions.
+    "short convolutions": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        **_COMMON,
+        "layer_types": ["conv"] * _LAYERS,
+        "norm_eps": 1e-5,
+        "block_dim": _HIDDEN,
+        "block_ff_dim": _INNER,
+        "block_multiple_of": 32,
+        "block_auto_adjust_ff_dim": False,
+        "block_ffn_dim_multiplier": 1.0,
+        "conv_dim": _HIDDEN,
+        "conv_L_cache": 65,  # so long that the last piece of a prompt sees what is before it
+        "conv_bias": False,
+    },
+    "state space": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        **_COMMON,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "num_heads": 8,
+        "expand": 2,
+        "n_groups": 1,
+        "chunk_size": 32,
+        "time_step_limit": [0.0, 100.0],
+        "use_bias": False,
+        "use_conv_bias": True,
+        "rms_norm": True,
+        "layer_norm_epsilon": 1e-5,
+    },
+    # By its registry, vLLM runs this one with its Transformers backend.
+    "GPT-NeoX": {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        **_COMMON,
+        "num_key_value_heads": _HEADS,
+        "hidden_act": "gelu",
+        "rotary_pct": 0.25,
+        "use_parallel_residual": True,
+    },
+    "Llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_COMMON},
+}
+
+
+def configured_only(folder: Path, name: str) -> str:
+    """Its weights are those of the load format `SEEDED`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return str(folder)
+
+
+@functools.cache
+def register_seeded() -> None:
+    """Weights by their names, the same in every process; as varied as those of the models above."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader(SEEDED)
+    class Seeded(DummyModelLoader):
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            for name, weight in model.state_dict().items():
+                if weight.is_floating_point():
+                    weight.copy_(_drawn(name, weight.shape))
+
+
+def _drawn(name: str, shape: torch.Size) -> torch.Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    if len(shape) > 1:
+        return drawn if "embed" in name else drawn * 1.5 / shape[1:].numel() ** 0.5
+    if name.endswith(".A"):
+        return -drawn.exp()  # a decay
+    return 1 + 0.1 * drawn if "norm" in name else 0.5 * drawn
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -2,7 +2,8 @@
 
 `python -m tests.systems.vllm_run stock|scheduled|processes|ranks|experts FOLDER RESULT [SCHEDULERS]`: FOLDER has the
 model, RESULT is the JSON file to write. SCHEDULERS is a JSON object of names, with vLLM's setting for each: vLLM starts
-with the first, and the others take over one after the other.
+with the first, and the others take over one after the other. `others` has more models, each beside vLLM as it is:
+`... vllm_run others FOLDER RESULT SCHEDULERS MODELS`, with the settings of each as a JSON object.
 """
 
 from __future__ import annotations
@@ -104,6 +105,12 @@ def twins() -> list[Request]:
         for j in range(2)
     ]
     return [*places, *pairs]
+
+
+def mixture() -> list[Request]:
+    """Prompts of one step and of several, alone and together, beside answers."""
+    came = [(480, 0), (250, 4), (150, 4), (10, 5), (30, 5), (200, 7), (1, 7), (20, 7)]
+    return [Request(name=f"m{i}", prompt=tokens(n, 80 + i), answer=3, arrives=at) for i, (n, at) in enumerate(came)]
 
 
 def pool() -> list[Request]:
@@ -380,12 +387,49 @@ def run_experts(folder: str, schedulers: Settings) -> dict[str, Any]:
     }
 
 
+def run_others(folder: str, schedulers: Settings, models: Settings) -> dict[str, Any]:
+    """Models that are known by their configurations, by vLLM as it is and under each scheduler."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from dynaflow.integrations import vllm as integration
+
+    vllm_model.register_seeded()
+    found = {}
+    for name, more in models.items():
+        place = vllm_model.configured_only(Path(folder).with_name(name), more.pop("config", name))
+        settings = vllm_model.settings(place, load_format=vllm_model.SEEDED, block_size=None, **more)
+        llm = LLM(**settings, enforce_eager=True)
+        stock = serve(llm, mixture()).answers
+        del llm
+        cleanup_dist_env_and_memory()
+        before = set(integration.forwards())
+        llm = LLM(**settings, additional_config={"dynaflow": next(iter(schedulers.values()))})
+        (forward,) = set(integration.forwards()) - before
+        served = {}
+        for scheduler, setting in schedulers.items():
+            forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
+            llm.reset_prefix_cache()
+            served[scheduler] = dataclasses.asdict(serve(llm, mixture()))
+        (graph, *_) = forward.engine._schedules.graphs.values()
+        found[name] = {
+            "stock": stock,
+            "served": served,
+            "refusals": [op.refusal for op in graph.ops if op.refusal],
+            "plain_reasons": forward.stats.plain_reasons,
+        }
+        del llm
+        cleanup_dist_env_and_memory()
+    return found
+
+
 RUNS = {
     "stock": run_stock,
     "scheduled": run_scheduled,
     "processes": run_processes,
     "ranks": run_ranks,
     "experts": run_experts,
+    "others": run_others,
 }
 
 if __name__ == "__main__":

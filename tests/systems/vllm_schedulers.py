@@ -1,7 +1,9 @@
-"""A scheduler of one's own, which vLLM finds by name."""
+"""Schedulers of one's own, which vLLM finds by name."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import ClassVar
 
 import dynaflow as df
@@ -25,3 +27,36 @@ class Uneven(df.OpSchedulerBase):
         while ops := ctx.get_ready_ops():
             for op in ops:
                 ctx.execute(op, lane=f"lane{op.micro_batch.index}")
+
+
+class LastFirst(df.OpSchedulerBase):
+    """Of what may run, always the last micro-batch: whatever needs earlier ones, and does not say so, finds nothing. It
+    cuts at every operator that asks vLLM for its part of the batch."""
+
+    def __init__(self, parts: int = 3) -> None:
+        self.parts = parts
+
+    def partition(self) -> list[df.SplitFunc | df.SplitModule]:
+        return [df.SplitFunc("dynaflow_told::*")]
+
+    def pick(self, ready: Sequence[df.OpItem]) -> df.OpItem:
+        return max(ready, key=lambda item: (item.micro_batch.index, -item.op.index))
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        parts = min(self.parts, ctx.max_parts)
+        if parts < 2:
+            return ctx.sequential()
+        ctx.split(parts)
+        while ready := ctx.get_ready_ops():
+            ctx.execute(self.pick(ready))
+
+
+class Shuffled(LastFirst):
+    """Of what may run, any."""
+
+    def __init__(self, parts: int = 3, seed: int = 0) -> None:
+        super().__init__(parts)
+        self.dice = random.Random(seed)
+
+    def pick(self, ready: Sequence[df.OpItem]) -> df.OpItem:
+        return self.dice.choice(ready)

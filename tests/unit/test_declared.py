@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow import strategies
 from dynaflow.capture import declared
 from dynaflow.capture.work import work_of
-from tests.helpers import Each, compiled, graph_of
+from dynaflow.strategies import Comet, CommOverlap, DualBatch, NanoFlow, Searched, TokenWeave
+from tests.helpers import Each, Scheduler, compiled, graph_of
 
 CACHE = torch.zeros(64)
 """What the operators below leave and find without a word in their schemas, as an attention cache is."""
@@ -138,6 +142,18 @@ def test_what_follows_waits_for_earlier_rows(cuts: list[Any]) -> None:
     assert len(plan.micro_batches) == 3
 
 
+@pytest.mark.parametrize("attention", ["*look_back", "*remember"])
+def test_a_searched_order_waits_for_earlier_rows(attention: str) -> None:
+    df.by_rows("dynaflow_tests::remember")
+    df.by_rows("dynaflow_tests::look_back", follows=["cache"])
+    inputs = (torch.arange(9), torch.randn(9, 4))
+    expected = Causal()(*inputs)
+    CACHE.zero_()
+    fast = compiled(Causal(), Searched(parts=3, attention=attention, seconds=1.0))
+    torch.testing.assert_close(fast(*inputs), expected)
+    assert len(fast.plan(*inputs).micro_batches) == 3
+
+
 def test_without_it_the_last_would_look_too_early() -> None:
     df.by_rows("dynaflow_tests::remember", "dynaflow_tests::look_back")
     inputs = (torch.arange(9), torch.randn(9, 4))
@@ -167,6 +183,238 @@ def test_a_plan_that_does_not_wait_is_refused() -> None:
     assert refused == sum(len(plan.tasks[i].after) for i in looks) > 0
     swapped = [replace(t, lane="main") if t.lane == "look" else t for t in plan.tasks]
     df.check(replace(plan, tasks=tuple(swapped), lanes=plan.lanes[:1]), graph, 9)
+
+
+# States
+
+STATE: dict[str, Tensor] = {}
+"""By layer: what the rows so far have left, as a recurrent layer has it."""
+
+
+@torch.library.custom_op("dynaflow_tests::recur", mutates_args=())
+def recur(x: Tensor, layer: str) -> Tensor:
+    """Each row depends on all before it."""
+    rows = []
+    for row in x:
+        STATE[layer] = STATE.get(layer, torch.zeros_like(row)) * 0.5 + row
+        rows.append(STATE[layer])
+    return torch.stack(rows)
+
+
+@recur.register_fake
+def _(x: Tensor, layer: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("dynaflow_tests::stir", mutates_args=())
+def stir(x: Tensor, layer: str) -> Tensor:
+    """Changes what the rows have left."""
+    STATE[layer] = STATE[layer].roll(1) + x[-1]
+    return x * 2
+
+
+@stir.register_fake
+def _(x: Tensor, layer: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Mixer(nn.Module):
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return recur(x + 1, self.layer)
+
+
+class Recurrent(nn.Module):
+    """Two layers with a state each, and something to send after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(map(Mixer, ("first", "second")))
+        self.o_proj, self.mlp, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixer in self.mixers:
+            x = team_sum(self.o_proj(mixer(x)), "red") + x
+            x = team_sum(self.mlp(torch.tanh(self.norm(x))), "red")
+        return x
+
+
+def afresh(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    STATE.clear()
+    return model(x)
+
+
+def ordered(pick: Callable[[Sequence[df.OpItem]], df.OpItem], parts: int = 3) -> Scheduler:
+    """In an order of its own, each micro-batch on its own lane; what sends is on one."""
+
+    def schedule(ctx: df.ScheduleContext) -> None:
+        ctx.split(parts)
+        while ops := ctx.get_ready_ops():
+            op = pick(ops)
+            ctx.execute(op, lane="network" if op.op.groups else f"lane{op.micro_batch.index}")
+
+    return Scheduler(schedule, [df.SplitFunc("*recur", optional=True), df.SplitFunc("*stir", optional=True)])
+
+
+def last_first(ops: Sequence[df.OpItem]) -> df.OpItem:
+    return max(ops, key=lambda item: (item.micro_batch.index, -item.op.index))
+
+
+ORDERS: dict[str, Callable[[], df.OpSchedulerBase]] = {
+    "last first": lambda: ordered(last_first),
+    **{f"random {seed}": lambda seed=seed: ordered(random.Random(seed).choice) for seed in range(5)},  # type: ignore[misc]
+    "uncut": lambda: Each(split=3, lanes=3),
+    "nanoflow": lambda: NanoFlow(parts=3, attention="*recur"),
+    "nanoflow, merged": lambda: NanoFlow(parts=3, attention="*stir", merged=("mlp", "o_proj")),
+    "nanoflow, merged states": lambda: NanoFlow(parts=3, attention="*tanh", merged=("mixers.*",)),
+    "comm_overlap": lambda: CommOverlap(parts=3),
+    "dual_batch": lambda: DualBatch(parts=3),
+    "comet": lambda: Comet(parts=3),
+    "token_weave": lambda: TokenWeave(parts=3),
+    "searched": lambda: Searched(parts=3, attention="*recur", seconds=1.0),
+    "searched in one operator": lambda: Searched(parts=3, attention="*nothing", seconds=1.0),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_calls_on_a_state_run_in_the_order_of_the_rows(teams: None, order: str) -> None:
+    df.by_rows("dynaflow_tests::recur", state=["layer"])
+    model, x = Recurrent(), torch.randn(9, 4)
+    fast = compiled(model, ORDERS[order]())
+    torch.testing.assert_close(afresh(fast, x), afresh(model, x))
+    graph, plan = graph_of(fast), fast.plan(x)
+    assert [op for op in graph.ops if "recur" in op.functions and op.splittable and op.index in op.follows]
+    assert len(plan.micro_batches) == 3, "it was not cut"
+    df.check(plan, graph, 9)
+
+
+def test_without_a_state_the_last_rows_would_come_first(teams: None) -> None:
+    df.by_rows("dynaflow_tests::recur")
+    model, x = Recurrent(), torch.randn(9, 4)
+    found = afresh(compiled(model, ordered(last_first)), x)
+    assert not torch.allclose(found, afresh(model, x)), "the test sees the difference"
+
+
+class Stirred(nn.Module):
+    """Two operators on one state, and nothing in the graph that orders them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = recur(x + 1, "layer")
+        return y + stir(x * 3, "layer") + recur(x * 0.5, "other")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_several_operators_on_a_state_keep_the_order_of_the_model(seed: int) -> None:
+    df.by_rows("dynaflow_tests::recur", "dynaflow_tests::stir", state=["layer"])
+    x = torch.randn(6, 4)
+    expected = afresh(lambda x: torch.cat([Stirred()(part) for part in x.chunk(3)]), x)  # one after the other
+    fast = compiled(Stirred(), ordered(random.Random(seed).choice if seed else last_first))
+    torch.testing.assert_close(afresh(fast, x), expected)
+    plan, graph = fast.plan(x), graph_of(fast)
+    touching = [i for i, task in enumerate(plan.tasks) if task.items[0].op.endswith(("recur", "stir"))]
+    refused = 0
+    for i, j in itertools.pairwise(touching):  # a lane for each: now nothing orders them
+        tasks = [replace(t, lane=f"{n}", after=()) if n in (i, j) else t for n, t in enumerate(plan.tasks)]
+        lanes = [replace(plan.lanes[0], name=name) for name in {t.lane for t in tasks}]
+        with pytest.raises(df.PlanError):
+            df.check(replace(plan, tasks=tuple(tasks), lanes=tuple(lanes)), graph, 6)
+        refused += 1
+    assert refused > 4
+
+
+@torch.library.custom_op("dynaflow_tests::sweep", mutates_args=())
+def sweep(at: Tensor, x: Tensor) -> Tensor:
+    """Halves what was left so far."""
+    CACHE.mul_(0.5)
+    return x + CACHE.sum()
+
+
+@sweep.register_fake
+def _(at: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Swept(nn.Module):
+    def forward(self, at: Tensor, x: Tensor) -> Tensor:
+        y = sweep(at, x)
+        return look_back(at, x + 1, remember(at, x)) + y
+
+
+def test_calls_that_only_read_or_write_a_state_wait_for_those_that_do_both() -> None:
+    df.by_rows("dynaflow_tests::remember", "dynaflow_tests::sweep", state=["at"])
+    df.by_rows("dynaflow_tests::look_back", follows=["cache"], state=["at"])
+    at, x = torch.arange(6), torch.randn(6, 4)
+    parts = zip(at.chunk(3), x.chunk(3), strict=True)
+    expected = torch.cat([Swept()(*part) for part in parts])  # one after the other
+    CACHE.zero_()
+    names = ("sweep", "remember", "look_back")
+    rules = [df.SplitFunc(f"dynaflow_tests::{name}") for name in names]
+    fast = compiled(Swept(), backwards(rules))
+    torch.testing.assert_close(fast(at, x), expected)
+    ops = graph_of(fast).ops
+    found = {op.name: {ops[a].name for a in op.follows} for op in ops if op.name in names}
+    assert found == {"sweep": set(names), "remember": {"sweep"}, "look_back": {"remember", "sweep"}}
+
+
+def test_a_scheduler_is_told_what_comes_before() -> None:
+    df.by_rows("dynaflow_tests::recur", "dynaflow_tests::stir", state=["layer"])
+    seen = {}
+
+    def schedule(ctx: df.ScheduleContext) -> None:
+        ctx.split(2)
+        first, second = ctx.items(next(op for op in ctx.ops if "stir" in op.functions))
+        seen["before"] = {str(item).rpartition(".")[2] for item in ctx.before(second)}
+        seen["ready"] = ctx.is_ready([first]), ctx.is_ready([first, second])
+        for op in ctx.ops:
+            if op is not first.op and ctx.is_ready(ctx.items(op)):
+                ctx.execute(ctx.items(op))
+        seen["ready behind"] = ctx.is_ready([first]), ctx.is_ready([second]), ctx.is_ready([first, second])
+        ctx.execute([first, second])
+        while ops := ctx.get_ready_ops():
+            ctx.execute(ops[0])
+
+    x = torch.randn(6, 4)
+    fast = compiled(Stirred(), Scheduler(schedule, [df.SplitFunc("*recur"), df.SplitFunc("*stir")]))
+    torch.testing.assert_close(afresh(fast, x), afresh(Stirred(), x))
+    assert {"recur[0]", "recur[1]", "stir[0]"} <= seen["before"]
+    assert seen["ready"] == (False, False) and seen["ready behind"] == (True, False, True)
+
+
+def test_what_keeps_a_state_is_not_run_to_be_measured_or_compared() -> None:
+    df.by_rows("dynaflow_tests::recur", state=["layer"])
+    model, x = Mixer("layer"), torch.randn(6, 4)
+    fast = compiled(model, strategies.make("auto", seconds=0.2, among=[("halves", Each(split=2))]))
+    torch.testing.assert_close(afresh(lambda x: fast(fast(x)), x), afresh(lambda x: model(model(x)), x))
+    assert "can't be put back" in str(fast.explain(x))
+    with pytest.raises(df.RecordingError, match="keeps can't be put back"):
+        fast.profile(x)
+    with pytest.raises(df.VerifyError, match="keeps a state"):
+        compiled(model, Each(split=2), verify=True)(x)
+
+
+# Dims before the rows
+
+
+class Beside(nn.Module):
+    """The rows are on dim 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        scaled(out, x + 1)
+        return torch.relu(out)
+
+
+@pytest.mark.parametrize(("flat", "lead", "split"), [(True, 1, True), (False, 1, False), (True, 2, False)])
+def test_dims_of_size_1_make_no_difference_to_flat_operators(flat: bool, lead: int, split: bool) -> None:
+    df.by_rows("dynaflow_tests::scaled", flat=flat)
+    x = torch.randn(lead, 6, 4)
+    fast = compiled(Beside(), Each(split=2), batch_dims={"x": 1})
+    torch.testing.assert_close(fast(x), Beside()(x))
+    refusals = [op.refusal for op in graph_of(fast).ops if op.refusal]
+    assert bool(refusals) is not split and all("dim 0" in refusal for refusal in refusals)
 
 
 # Collectives

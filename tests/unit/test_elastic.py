@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from tests.helpers import count_elastic
+from tests.helpers import assert_equal, count_elastic
 from tests.zoo import ZOO
 
 
@@ -195,3 +195,55 @@ def test_models(name: str) -> None:
             expected, found = model(**inputs), fast(**inputs)
             torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
     assert fast.stats.verified == 3
+
+
+class Lengths(nn.Module):
+    """What takes the length of the sequence as a number, as a size, and as a factor of a dim that carries the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        flat = self.up(x).view(x.shape[0] * x.shape[1], -1)
+        places = x + torch.arange(x.shape[1])[None, :, None]
+        return flat * 2, places, x.sum(1) * x.shape[1], x * (x.shape[1] // 2), torch.tensor(x.shape[1]), x.shape[1]
+
+
+SIZES = ((4, 6), (4, 8), (5, 6), (6, 7), (3, 9), (4, 6))
+
+
+@pytest.mark.parametrize(("operators", "train"), [("eager", False), ("eager", True), ("inductor", False)])
+def test_another_dim_may_vary_as_well(operators: str, train: bool) -> None:
+    model, scheduler = Lengths(), Stretching(2, (df.SplitModule("up"),))
+    fast = df.compile(model, scheduler, operators=operators, dynamic_dims={"x": [1]})
+    for batch, length in SIZES:
+        x = torch.randn(batch, length, 4, requires_grad=train)
+        with torch.set_grad_enabled(train):
+            found, expected = fast(x), model(x)
+            assert_equal(found, expected)
+            if train:
+                grads = [torch.autograd.grad(sum(y.square().sum() for y in r[:4]), x)[0] for r in (found, expected)]
+                torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+    assert scheduler.asked == (2 if train else 1), "no size is a reason to ask again"
+    assert fast.stats.plans == (2 if train else 1), "one function of each pass serves all lengths"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("dynamic", [None, {"x": [1]}])
+def test_a_graph_without_a_batch_has_nothing_to_stretch(parts: int, dynamic: Any) -> None:
+    class Pieces(Stretching):
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            assert not ctx.has_batch
+            while ops := ctx.get_ready_ops():
+                for op in ops:
+                    ctx.execute(op)
+
+    def model(x: Tensor) -> Tensor:
+        return torch.relu(x.reshape(6, -1)) @ torch.ones(x.numel() // 6, 3)
+
+    fast = df.compile(model, Pieces(parts), operators="eager", batch_dims={}, dynamic_dims=dynamic)
+    with torch.no_grad():
+        for length in (4, 5, 4, 8):
+            x = torch.randn(6, length)
+            torch.testing.assert_close(fast(x), model(x))

@@ -358,6 +358,21 @@ def test_unknown_strategy() -> None:
         df.compile(Stack(), Each(), scheduler_options={"parts": 2})
 
 
+@pytest.mark.parametrize("given", [["parts"], 3, "parts", {3: 4}, [], 0])
+def test_options_of_a_strategy_have_names(given: Any) -> None:
+    with pytest.raises(df.DynaFlowError, match=r"(?s)scheduler_options=.*options by name") as caught:
+        df.compile(Stack(), "nanoflow", scheduler_options=given)
+    assert '{"parts": 3}' in caught.value.advice
+    with pytest.raises(df.DynaFlowError, match=r"(?s)scheduler_options=.*options by name"):
+        df.configure(scheduler="nanoflow", scheduler_options=given)
+
+
+@pytest.mark.parametrize("given", [[], 0, {}, False])
+def test_what_is_empty_is_no_scheduler(given: Any) -> None:
+    with pytest.raises(df.ScheduleError, match="is no scheduler"):
+        df.compile(Stack(), given)
+
+
 def test_user_line_is_the_schedulers_not_ours() -> None:
     """The line that is named is the one that called, to the number."""
 
@@ -371,7 +386,7 @@ def test_user_line_is_the_schedulers_not_ours() -> None:
 # --- PlanError -------------------------------------------------------------------------------------------
 
 
-def test_function_of_a_plan_cannot_be_imported() -> None:
+def test_function_of_a_plan_is_not_known() -> None:
     def local(*given: Tensor) -> Tensor:
         return given[0]
 

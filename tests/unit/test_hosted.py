@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,9 @@ class Graph(Kept):
     def scheduled(self, gm: fx.GraphModule, inputs: list[Any]) -> Hosted:
         server: Server = self.host
         options = {"scheduler": server.scheduler, "operators": server.operators}
-        engine = api._engine(None, {**options, "facts": lambda: System.batch.facts})
-        source = tell_rows(gm, inputs, lambda op: op._opname == "system_scale", within)
+        source = tell_rows(gm, inputs, server.asks, within)
         assert source is not None
+        engine = api._engine(None, {**options, "facts": lambda: System.batch.facts, "batch_dims": source.dims})
         server.hosted.append(Hosted(engine.backend(gm, inputs), source, engine))
         return server.hosted[-1]
 
@@ -81,13 +81,24 @@ class Graph(Kept):
 class Server:
     """A model in the system, under a scheduler."""
 
-    def __init__(self, scheduler: df.OpSchedulerBase, operators: str = "eager") -> None:
+    def __init__(
+        self,
+        scheduler: df.OpSchedulerBase,
+        operators: str = "eager",
+        model: Callable[[Tensor], Tensor] = model,
+        lead: int = 0,
+    ) -> None:
         self.lengths: list[int] = []
         self.why_whole = ""
         self.hosted: list[Hosted] = []
-        self.scheduler, self.operators = scheduler, operators
+        self.scheduler, self.operators, self.lead = scheduler, operators, lead
         self.model = model
+        self.asked: list[tuple[str, dict[str, Any]]] = []
         self.compiled: Any = torch.compile(model, backend=self.captured, dynamic=True)
+
+    def asks(self, op: _torch.OpOverload, given: Mapping[str, Any]) -> bool:
+        self.asked.append((op._opname, dict(given)))
+        return op._opname.startswith("system")
 
     def captured(self, gm: fx.GraphModule, _: Any) -> Kept:
         return Graph.captured(gm, self)
@@ -95,7 +106,7 @@ class Server:
     def keep(self, path: Path) -> None:
         """Captures it for a system that writes it to disk."""
         with torch._dynamo.config.patch(enable_aot_compile=True), torch.no_grad():
-            whole = torch.compile(model, backend=self.captured, dynamic=True, fullgraph=True)
+            whole = torch.compile(self.model, backend=self.captured, dynamic=True, fullgraph=True)
             self.compiled = whole.aot_compile(((torch.randn(6, 4),), {}))  # type: ignore[attr-defined]
         self.compiled.save_compiled_function(str(path))
 
@@ -107,7 +118,7 @@ class Server:
     def serve(self, lengths: Sequence[int], padding: int = 0, why_whole: str = "") -> list[int]:
         """Compares what comes of it, and returns the rows of the parts that it was run in."""
         rows = sum(lengths) + padding
-        x, System.numbers = torch.randn(rows, 4), torch.randn(rows)
+        x, System.numbers = torch.randn((1,) * self.lead + (rows, 4)), torch.randn(rows)
         System.batch = Step(rows, lengths, why_whole)
         with torch.no_grad():
             torch.testing.assert_close(self.compiled(x), self.model(x))
@@ -137,6 +148,46 @@ def test_operators_find_what_belongs_to_their_rows(operators: str) -> None:
     assert hosted in Hosted.alive
     assert hosted.stats.runs == 5 and len(hosted.plans) >= 3
     assert any(name.startswith(TOLD) for name in declared._globs)
+
+
+def beside(x: Tensor) -> Tensor:
+    """The rows are on dim 1, as in a model that takes batches of one sequence."""
+    return (scale(torch.relu(x + 1).view(-1, 4), "only").view(x.shape) * 2).transpose(1, 2)
+
+
+def test_rows_may_be_on_another_dim() -> None:
+    server = Server(serving(Each(split=2), MOST), model=beside, lead=1)
+    assert server.serve([3, 3]) == [3, 3]
+    assert server.serve([1, 5, 2, 4]) == [6, 6]
+    (hosted,) = server.hosted
+    (graph,) = hosted.engine._schedules.graphs.values()
+    assert not hosted.stats.plain_graphs and all(op.splittable for op in graph.ops)
+
+
+@torch.library.custom_op("dynaflow_tests::system_pick", mutates_args=())
+def pick(table: Tensor, x: Tensor) -> Tensor:
+    """Asks as well; the first tensor that it gets has no rows."""
+    return x * table.sum() * System.numbers[:, None]
+
+
+@pick.register_fake
+def _(table: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+TABLE = torch.ones(7, 2)
+
+
+def test_rows_are_those_of_an_input_that_varies() -> None:
+    server = Server(serving(Each(split=2), MOST), model=lambda x: pick(TABLE, x + 1) - 1)
+    assert server.serve([3, 3]) == [3, 3] and server.serve([4, 4]) == [4, 4]
+
+
+def test_who_asks_is_judged_by_what_it_is_given() -> None:
+    server = Server(serving(Each(split=2), MOST), model=lambda x: scale(x, "first"))
+    server.serve([3, 3])
+    ((name, given),) = server.asked
+    assert name == "system_scale" and given["layer_name"] == "first" and isinstance(given["x"], Tensor)
 
 
 @pytest.mark.parametrize("operators", ["eager", "inductor"])
@@ -342,7 +393,7 @@ def test_tasks_take_turns_where_kernels_share_memory() -> None:
 def test_a_graph_in_which_no_operator_asks_is_left_alone() -> None:
     gm = fx.symbolic_trace(lambda x: x + 1)
     before = str(gm.graph)
-    assert tell_rows(gm, [], lambda op: True, within) is None
+    assert tell_rows(gm, [], lambda op, given: True, within) is None
     assert str(gm.graph) == before
 
 

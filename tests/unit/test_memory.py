@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.capture.graph import span
-from dynaflow.lower.memory import ALIGNMENT, Buffer, is_dense, plan_arena
+from dynaflow.capture.graph import is_dense, span
+from dynaflow.lower.memory import ALIGNMENT, Buffer, plan_arena
 from dynaflow.run.arena import Arena, BlockPool, View
 from dynaflow.schedule.plan import happens_before
 from tests.helpers import Each, Scheduler, assert_equal, compiled, graph_of, randn, run_rest
@@ -449,6 +449,21 @@ def test_user_function_that_returns_its_argument(split: Any, merged: Sequence[st
         run_rest(ctx)
 
     run_thrice(model, X, scheduler=Scheduler(schedule))
+
+
+@pytest.mark.parametrize(
+    "look", [lambda h: h.unfold(1, 2, 1), lambda h: h[:, None].expand(-1, 3, -1)], ids=["unfold", "expand"]
+)
+def test_results_whose_elements_share_memory_do_so_after_a_split(look: Callable[[Tensor], Tensor]) -> None:
+    def model(x: Tensor) -> Tensor:
+        return look(torch.tanh(x))
+
+    x = randn(6, 4)
+    fast = compiled(model, Each(split=[4, 2]))
+    with torch.no_grad():
+        found, expected = fast(x), model(x)
+    assert_equal(found, expected)
+    assert found.stride() == expected.stride()
 
 
 def test_user_function_that_keeps_its_argument() -> None:

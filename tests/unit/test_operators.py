@@ -98,8 +98,10 @@ def test_size_that_breaks_an_assumption_is_compiled_apart(made: list[list[Any]])
     for size in (6, 8, 9):
         operators.get(piece, {B: size})
     assert operators.compiled == 2
-    with pytest.raises(RuntimeError):  # what the piece itself says, for a size of its own
-        operators.get(piece, {B: 4})
+    with pytest.warns(UserWarning, match="a piece: RuntimeError: start"):
+        call = operators.get(piece, {B: 4})
+    with pytest.raises(RuntimeError, match="exceeds dimension size"):  # what the piece itself says
+        call([torch.ones(4, 3)])
 
 
 def test_compiler_that_singles_out_a_size(made: list[list[Any]]) -> None:
@@ -132,6 +134,67 @@ def test_several_symbols(made: list[list[Any]]) -> None:
     for sizes in ({B: 4, T: 5}, {B: 4, T: 6}, {B: 7, T: 9}, {B: 4, T: 5}):
         operators.get(piece, sizes)
     assert (operators.compiled, operators.shared) == (2, 2)
+
+
+def rows_put_together(n: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return (x + y.sum(0)) * n, y.view(-1, 2, 3)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("number", [12 * B, B, 3 * B * T])
+def test_symbols_that_are_only_part_of_sizes(elastic: bool, number: sympy.Expr) -> None:
+    """Compiled code reads what a symbol is off its inputs. Where rows were put together with another dim, none of them
+    tells, and Inductor would fail."""
+    operators = Operators("inductor")
+    piece = source(rows_put_together, number, shape(12 * B, 3), shape(24 * B * T, 3), free=frozenset())
+    with torch.no_grad():
+        for b, t in ((2, 3), (3, 5), (5, 2), (2, 3), (1, 1)):
+            sizes = {B: b, T: t}
+            if elastic:
+                call, conditions = operators.get_for_all(piece, sizes)
+                assert all(holds(sizes) for holds in conditions) or (b, t) == (1, 1)
+            else:
+                call = operators.get(piece, sizes)
+            operators.finish()
+            n, x, y = int(number.xreplace(sizes)), randn(12 * b, 3), randn(24 * b * t, 3)
+            assert_equal(tuple(call([n, x, y])), rows_put_together(n, x, y), tolerance=1e-4)
+    assert not operators.failures
+    assert operators.compiled <= 3, "for itself, for all, and of size 1"
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_model_that_puts_rows_together(elastic: bool) -> None:
+    """As OPT does, whose layers work on [rows * tokens, width] from the first addition on."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.reshape(-1, 8).sin()
+            return (self.b(self.a(flat).relu()) + flat).view(x.shape)
+
+    class Uneven(df.OpSchedulerBase):
+        def partition(self) -> list[Any]:
+            return [df.SplitModule("a"), df.SplitModule("b")]
+
+        def key(self, ctx: df.ScheduleContext) -> Any:
+            return "all" if elastic else ctx.batch_size
+
+        def schedule(self, ctx: df.ScheduleContext) -> None:
+            ctx.split(2 if elastic else [1, ctx.batch_size - 1])
+            while ops := ctx.get_ready_ops():
+                for op in ops:
+                    ctx.execute(op, lane=op.name)
+
+    Uneven.elastic = elastic
+    model = Flat()
+    fast = df.compile(model, Uneven())
+    with torch.no_grad():
+        for rows in (7, 9, 4):
+            assert_equal(fast(randn(rows, 12, 8)), model(randn(rows, 12, 8)))
+    assert not fast.stats.compile_failures
 
 
 def test_numbers_among_the_inputs(made: list[list[Any]]) -> None:

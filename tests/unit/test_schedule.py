@@ -626,9 +626,14 @@ def module_level_fusion(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * 2, x * 2 + 1
 
 
-def test_plan_from_json_finds_its_functions() -> None:
+def test_plan_from_json_calls_what_the_scheduler_lists() -> None:
     text = compiled(Chain(), chain_schedule("a", "b", replace=module_level_fusion)).plan(X).to_json()
-    _, plan = run_both(Chain(), (X,), Scheduler(lambda ctx: df.Plan.from_json(text)))
+    scheduler = Scheduler(lambda ctx: df.Plan.from_json(text))
+    with pytest.raises(df.PlanError, match="module_level_fusion") as caught:
+        compiled(Chain(), scheduler)(X)
+    assert "`functions`" in caught.value.advice
+    scheduler.functions = [module_level_fusion]
+    _, plan = run_both(Chain(), (X,), scheduler)
     assert plan.tasks[0].replace == f"{__name__}:module_level_fusion"
 
 

@@ -202,6 +202,23 @@ def test_options_are_judged_by_plain_annotations() -> None:
     strategies.make("auto", seconds=3, among=["nanoflow"])
 
 
+@pytest.mark.parametrize("name", ["nanoflow", "comm_overlap", "dual_batch", "token_weave", "comet", "searched"])
+def test_less_than_one_part_is_an_error(name: str) -> None:
+    for options in ({"parts": 0}, {"parts": -1}, {"seconds": -1.0} if name == "searched" else {"min_rows": 0}):
+        ((option, value),) = options.items()
+        with pytest.raises(df.ScheduleError, match=rf"(?s){option}={value}.*what to do: pass [01] or more"):
+            strategies.make(name, **options)
+    strategies.make(name, parts=1)
+
+
+def test_fetches_go_with_an_order_that_is_searched_for() -> None:
+    plain, model = Stack(), Stack()
+    model.load_state_dict(plain.state_dict())
+    df.offload(model, "cpu", match="*")
+    fast = compiled(model, strategies.Prefetch(strategies.Searched(attention="*relu", seconds=1.0)))
+    assert_equal(fast(X), plain(X))
+
+
 # --- choosing --------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from tests.helpers import STACK_RULES, Each, Stack, compiled
+from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, randn
 from tests.zoo import ZOO, to
 
 Gradients = dict[str, Tensor]
@@ -378,3 +378,56 @@ def test_results_that_are_saved_as_well_stay_where_the_caller_looks_for_them() -
     fast = df.compile(model, df.strategies.Prefetch(), operators="eager", offload_saved=1)
     assert_same(gradients(model, fast, {"x": x}), expected)
     torch.testing.assert_close(fast(x), model(x))
+
+
+def test_results_that_are_copies_share_no_memory() -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        total = x.sum(1)
+        copy = total.clone()
+        row = copy[1]
+        kept = row.clone()
+        row.add_(kept)
+        return total, kept, copy, row, total
+
+    x = torch.ones(6, 4, requires_grad=True)
+    expected, found = model(x), compiled(model, "sequential")(x)
+    for results in (expected, found):
+        for place, number in ((0, 5.0), (2, 3.0)):
+            results[place].detach().fill_(number)
+    for e, f in zip(expected, found, strict=True):
+        torch.testing.assert_close(f, e)
+
+
+def test_a_result_that_is_a_copy_of_an_input_stays_when_that_is_written() -> None:
+    def model(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        flat = x.flatten(0, 1)
+        kept = flat.copy_(flat).clone()
+        flat.add_(kept)
+        return kept, flat, y.sin()
+
+    y = torch.ones(6, 4, requires_grad=True)
+    fast = compiled(model, "sequential")
+    for expected, found in zip(*(call(torch.ones(6, 4), y) for call in (model, fast)), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("split", [None, 2])
+def test_results_share_memory_as_eager_ones_do(split: int | None) -> None:
+    """Where AOTAutograd has one tensor for several: one that is returned twice, and a copy that is another tensor."""
+
+    def model(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        joined = torch.cat([x, x.flip(0)], 1)
+        column = joined[:, 1]
+        added = column.add_(column.clone())
+        negated = column.neg_()
+        left = torch.empty_like(x)
+        right = x.sin()
+        return joined.clone(), added, negated, column, left.copy_(right), right, y.tanh()
+
+    fast = compiled(model, Each(split=split))
+    x, y = randn(6, 4), randn(6, 3).requires_grad_()
+    found, expected = fast(x, y), model(x, y)
+    assert_equal(found, expected)
+    places = [[t.untyped_storage().data_ptr() for t in results] for results in (found, expected)]
+    shared = [[[a == b for a in group] for b in group] for group in places]
+    assert shared[0] == shared[1]

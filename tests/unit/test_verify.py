@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.verify import difference
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, randn, run_rest
 
 X = randn(6, 8)
@@ -132,6 +133,20 @@ def test_kinds_of_difference(wrong: Any) -> None:
     fast = compiled(Chain(), fused_schedule(wrong, ("b", "c")), verify=True)
     with pytest.raises(df.VerifyError):
         fast(X)
+
+
+def test_complex_numbers_are_rounded_like_others() -> None:
+    x = torch.randn(64, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    assert difference(x.conj(), x.conj() * (1 + 1e-6)) is None
+    assert difference(x, x + 1e-2j) is not None
+    assert difference(x.resolve_conj(), torch.where(torch.arange(64) == 3, complex("nan"), x)) is not None
+
+
+def test_infinities_are_told_apart() -> None:
+    x = torch.tensor([1.0, float("inf"), float("nan")])
+    assert difference(x, x.clone()) is None
+    assert difference(x, torch.tensor([1.0, -float("inf"), float("nan")])) is not None
+    assert difference(x, torch.tensor([1.0, float("nan"), float("nan")])) is not None
 
 
 class Cached(nn.Module):

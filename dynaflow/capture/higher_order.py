@@ -1,0 +1,187 @@
+"""Higher-order operators: calls that take graphs of their own.
+
+Those that only wrap their graph (checkpointing in inference, a region that is compiled once) are replaced by it. Of
+`flex_attention` it is known how its arguments line up. The others run whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.alignment import Dims, Place, Refusal
+from dynaflow.capture.calls import tensors_in
+
+PlaceOf = Callable[[torch.Tensor], Place]
+
+
+def inline(gm: fx.GraphModule, *, training: bool) -> None:
+    """Puts the graphs of calls that do nothing else in their places. In training, what is checkpointed stays so."""
+    wrappers = {**_torch.SUBGRAPHS, **({} if training else _torch.CHECKPOINTS)}
+    waiting = list(gm.graph.nodes)
+    calls = [n for n in waiting if n.op == "call_function" and n.target in wrappers]
+    for node in calls:
+        if all(user.target is operator.getitem for user in node.users):
+            put_in = _inline(gm, node, node.args[wrappers[node.target] :])
+            calls.extend(n for n in put_in if n.op == "call_function" and n.target in wrappers)
+    if calls:
+        gm.graph.eliminate_dead_code(lambda n: n.op != "get_attr")
+        gm.recompile()
+
+
+def _inline(gm: fx.GraphModule, node: fx.Node, operands: Sequence[Any]) -> list[fx.Node]:
+    """Returns the nodes that are there now."""
+    body = _graph_at(gm, node.args[0])
+    env: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with gm.graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "output":
+                results = fx.map_arg(inner.args[0], lambda n: env[n])
+            elif inner.op == "get_attr":
+                name = str(inner.target)
+                env[inner] = gm.graph.get_attr(_adopt(gm, name, operator.attrgetter(name)(body)))
+                env[inner].meta = inner.meta
+            elif inner not in env:
+                env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+    return [env[n] for n in body.graph.nodes if n.op not in ("placeholder", "output")]
+
+
+def _adopt(gm: fx.GraphModule, name: str, value: Any) -> str:
+    """The name under which a graph has something from now on."""
+    number = 0
+    while getattr(gm, free := f"{name.replace('.', '_')}_{number}", value) is not value:
+        number += 1
+    setattr(gm, free, value)
+    return free
+
+
+def _without(body: fx.GraphModule, places: Collection[fx.Node]) -> fx.GraphModule:
+    """The same function without arguments that it does not use."""
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in body.graph.nodes:
+        if node not in places:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return fx.GraphModule(body, graph)
+
+
+def drop_unused_numbers(gm: fx.GraphModule) -> None:
+    """Takes away what attention is given for functions that don't use it, as the size of the batch."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _ATTENTION:
+            start, mask = _ATTENTION[node.target]
+            args = list(node.args)
+            *blocks, mask_mod = args[mask]
+            args[start:mask], args[-2] = _less_unused(gm, node, args[start:mask], args[-2])
+            (mask_mod,), args[-1] = _less_unused(gm, node, [mask_mod], args[-1])
+            args[mask] = (*blocks, mask_mod)
+            node.args = tuple(args)
+
+
+def _less_unused(
+    gm: fx.GraphModule, node: fx.Node, mods: list[fx.Node], captured: Sequence[Any]
+) -> tuple[list[fx.Node], tuple[Any, ...]]:
+    """Functions that are given the same, and what they are given, without the numbers that none of them uses."""
+    graphs = [_graph_at(gm, mod) for mod in mods]
+    given = list(zip(captured, *(_captured(graph, captured) for graph in graphs), strict=True))
+    unused = [(value, *places) for value, *places in given if _is_number(value) and not any(p.users for p in places)]
+    if not unused:
+        return mods, tuple(captured)
+    kept = tuple(value for value, *places in given if (value, *places) not in unused)
+    with gm.graph.inserting_before(node):
+        less = [
+            gm.graph.get_attr(_adopt(gm, str(mod.target), _without(graph, [places[1 + i] for places in unused])))
+            for i, (mod, graph) in enumerate(zip(mods, graphs, strict=True))
+        ]
+    return less, kept
+
+
+def _captured(mod: fx.GraphModule, captured: Sequence[Any]) -> list[fx.Node]:
+    """The arguments of a function by which it gets what it uses from outside: the last."""
+    given = mod.graph.find_nodes(op="placeholder")
+    return given[len(given) - len(captured) :]
+
+
+def _graph_at(gm: fx.GraphModule, node: Any) -> fx.GraphModule:
+    found: fx.GraphModule = operator.attrgetter(str(node.target))(gm)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("example_value"), int | torch.SymInt)
+
+
+_ATTENTION = {_torch.FLEX_ATTENTION: (3, 4), _torch.FLEX_ATTENTION_BACKWARD: (7, 9)}
+"""Among the arguments: where those functions of a score start, and where the mask is, behind them."""
+_LOOK_UPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)
+
+
+class _Attention(NamedTuple):
+    """The arguments of `flex_attention`, or of its backward pass."""
+
+    heads: Sequence[Any]
+    """Queries, keys, values, and what goes with them."""
+    score_mods: Sequence[Any]
+    blocks: Sequence[Any]
+    mask_mod: Any
+    buffers: Sequence[Any]
+    """What the functions of a score use."""
+    mask_buffers: Sequence[Any]
+
+
+def _attention(func: Any, args: Sequence[Any]) -> _Attention:
+    mods, mask = _ATTENTION[func]
+    *blocks, mask_mod = args[mask]
+    return _Attention(args[:mods], args[mods:mask], blocks, mask_mod, *args[-2:])
+
+
+def is_known(func: Any) -> bool:
+    return func in _ATTENTION
+
+
+def follow(func: Any, args: Sequence[Any], outs: list[torch.Tensor], rows: int, place_of: PlaceOf) -> Dims | Refusal:
+    """On which dim each result carries the batch, or why the call can't be split along it."""
+    if not is_known(func):
+        return Refusal(f"{func} is a higher-order operator, which has no rule")
+    found = _attention(func, args)
+    given, captured = tensors_in((found.heads, found.blocks)), tensors_in((found.buffers, found.mask_buffers))
+    if all(place_of(tensor) is None for tensor in (*given, *captured)):
+        return [None for _ in outs]
+    size = next((t.shape[0] for t in given if place_of(t) == 0), 0)
+    for tensor in given:
+        whole = place_of(tensor) is None and tensor.shape[0] == 1
+        if not whole and (place_of(tensor), tensor.shape[0]) != (0, size):
+            return Refusal(f"{func} takes a tensor of shape {tuple(tensor.shape)} that does not line up with the batch")
+    scores = all(_looks_up_its_row(mod, 1, found.buffers, place_of) for mod in found.score_mods)
+    if not scores or not _looks_up_its_row(found.mask_mod, 0, found.mask_buffers, place_of):
+        return Refusal(f"{func} calls a function that depends on the position in the batch")
+    if any(t.shape[:1] != (size,) for t in outs if t.numel()):
+        return Refusal(f"{func} sums gradients over all rows")
+    return [0 if t.numel() else None for t in outs]
+
+
+def _looks_up_its_row(mod: fx.GraphModule, place: int, captured: Sequence[Any], place_of: PlaceOf) -> bool:
+    """Whether a function of a score's position uses its row, the argument at `place`, for nothing but to pick that row
+    of tensors that carry the batch, of which it picks nothing else."""
+    row = mod.graph.find_nodes(op="placeholder")[place]
+    given = zip(_captured(mod, captured), captured, strict=True)
+    dims = {node: place_of(value) for node, value in given if isinstance(value, torch.Tensor)}
+    users = [user for node in (row, *dims) if node is row or dims[node] is not None for user in node.users]
+    return all(user.target in _LOOK_UPS and _picks(user.args[0], user.args[1], row, dims) for user in users)
+
+
+def _picks(tensor: Any, indices: Any, row: fx.Node, dims: dict[fx.Node, Place]) -> bool:
+    """Of a tensor that carries the batch, this row."""
+    picked = indices if isinstance(indices, list | tuple) else (indices,)
+    at = [dim for dim, index in enumerate(picked) if index is row]
+    return all(isinstance(index, fx.Node) for index in picked) and len(at) == 1 and dims.get(tensor) == at[0]
+
+

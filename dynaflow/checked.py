@@ -1,0 +1,84 @@
+"""What users hand in, as what it has to be; or an error that says what was found, and what to pass."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dynaflow.errors import DynaFlowError, shown, user_line
+
+Kind = type[DynaFlowError]
+
+
+def wrong(what: str, value: Any, advice: str, error: Kind = DynaFlowError) -> DynaFlowError:
+    return error(f"{what}={shown(value)}", line=user_line(), advice=advice)
+
+
+def is_integer(value: Any) -> bool:
+    """Python's, or one that stands for it exactly, such as numpy's. A bool is a flag, and a float may be anything."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__") or str(getattr(value, "dtype", "")) == "bool":
+        return False
+    try:
+        operator.index(value)
+    except Exception:  # a tensor of several, or of floats
+        return False
+    return True
+
+
+def integer(
+    value: Any,
+    what: str,
+    advice: str,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    error: Kind = DynaFlowError,
+) -> int:
+    found = operator.index(value) if is_integer(value) else None
+    if found is None or (least is not None and found < least) or (most is not None and found > most):
+        raise wrong(what, value, advice, error)
+    return found
+
+
+def flag(value: Any, what: str, error: Kind = DynaFlowError) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(what, value, "pass True or False", error)
+    return value
+
+
+def several(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> list[Any]:
+    found = members(value)
+    if found is None:
+        raise wrong(what, value, advice, error)
+    return found
+
+
+def members(value: Any) -> list[Any] | None:
+    """Those of a list, a tuple, an array. Texts and mappings have members too, but nobody means those."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return None
+    try:
+        return list(value)
+    except TypeError:  # a tensor without dims
+        return None
+
+
+def names(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> list[str]:
+    found = several(value, what, advice, error)
+    if not all(isinstance(name, str) for name in found):
+        raise wrong(what, value, advice, error)
+    return found
+
+
+def mapping(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> Mapping[str, Any]:
+    """By names."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise wrong(what, value, advice, error)
+    return value
+
+
+def function(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> Any:
+    if not callable(value):
+        raise wrong(what, value, advice, error)
+    return value

@@ -1,0 +1,181 @@
+"""Forward and backward of a random graph, given to the engine as Dynamo would, beside eager: results and gradients.
+
+Dynamo itself would take most of the time, and is left to the door's cases.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from dynaflow.capture.graph import copied
+from dynaflow.engine import Engine
+from dynaflow.errors import DynaFlowError
+from dynaflow.schedule.base import Sequential
+from tests.fuzz.compare import Mismatch, Run, Undefined, compare, compare_gradients
+from tests.fuzz.dice import Dice
+from tests.fuzz.engine_way import count_plans, functions_of
+from tests.fuzz.graphs import RandomGraph, random_graph
+from tests.fuzz.groups import Group
+from tests.fuzz.schedules import RandomScheduler, draw_scheduler
+from tests.fuzz.sizes import POINTS, Sizes
+from tests.fuzz.tally import Tally
+from tests.fuzz.verdicts import EAGER
+
+STEPS = 7
+LOOSELY = 100.0
+"""Gradients are sums over many terms."""
+
+
+class NotTorchs(Exception):
+    """torch.compile would have to start again, or can't trace the program."""
+
+
+def draw_training(dice: Dice) -> Group:
+    graph = random_graph(dice, STEPS, train=True)
+    names = tuple(i.name for i in graph.given)
+    engine = Engine(Sequential(), operators="eager", batch_dims=graph.batch_dims, parameters=names)
+    engine.lowerer.chains = dice.one_in(2)
+    if not any(i.grad for i in graph.given):
+        raise Undefined("no input wants a gradient")
+    _gradients(graph, graph.gm, POINTS[0], 0)  # eager refuses it?
+    return Group(graph=graph, engine=engine, gentle=False, runner=_captured(graph, engine.backend))
+
+
+def _captured(graph: RandomGraph, backend: Callable[..., Any]) -> Any:
+    """What runs the graph: what a backend returns when it is called as Dynamo would call it."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    gm = copied(graph.gm)
+    memory = graph.memory(POINTS[0], 0)
+    fakes: dict[str, Any] = {}
+    for given in graph.given:
+        real = memory[given.name].detach().requires_grad_(given.grad)
+        dims = [DimDynamic.DUCK if s.batch or s.length else DimDynamic.STATIC for s in given.sizes]
+        context = StatelessSymbolicContext(dynamic_sizes=dims)
+        fakes[given.name] = mode.from_tensor(real, source=ConstantSource(given.name), symbolic_context=context)
+    for names, length in ((graph.numbers, False), (graph.lengths, True)):
+        for name in names:
+            where, dim = graph.place_of(length)
+            fakes[name] = fakes[where].shape[dim]
+    places = gm.graph.find_nodes(op="placeholder")
+    for node in places:
+        node.meta["example_value"] = fakes[node.name]
+    if any(given.view_of for given in graph.given):  # then the graph itself may run, beside its passes
+        with mode:
+            _Shown(gm).run(*[fakes[node.name] for node in places])
+    with tracing(TracingContext(mode)), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*can't be traced")  # the examples of the nodes are not of this mode
+        try:
+            return backend(gm, [fakes[node.name] for node in places])
+        except (RestartAnalysis, UserWarning) as e:  # only Dynamo can start again
+            raise NotTorchs(str(e)) from e
+
+
+class _Shown(fx.Interpreter):
+    """A run that leaves with each node an example of its result, with the symbols of the inputs."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op.startswith("call"):
+            n.meta["example_value"] = result
+        return result
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainCase:
+    group: Group
+    scheduler: RandomScheduler
+    sizes: Sizes
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.group.graph}\n{self.sizes}, seed {self.seed}, {self.scheduler}"
+
+
+def draw_train_case(group: Group, dice: Dice) -> TrainCase:
+    if hasattr(group.runner, "error"):
+        raise group.runner.error
+    graph = group.graph
+    scheduler = draw_scheduler(dice, functions_of(graph), graph.rules, buckets=20)
+    group.engine.set_scheduler(scheduler)
+    return TrainCase(group=group, scheduler=scheduler, sizes=graph.draw_sizes(dice), seed=dice.below(100))
+
+
+def run_train_case(case: TrainCase, dice: Dice, tally: Tally) -> None:
+    group, scheduler = case.group, case.scheduler
+    plain_before = group.engine.stats.plain_graphs
+    tally.wanted += scheduler.may_split
+    sizes = case.sizes
+    for turn in range(2 if scheduler.elastic or scheduler.rounds or dice.one_in(4) else 1):
+        _compare_gradients(case, sizes, case.seed + turn)
+        sizes = group.graph.draw_sizes(dice)
+    tally.cases += 1
+    tally.plain += group.engine.stats.plain_graphs > plain_before
+    tally.elastic += bool(group.engine._schedules.elastic)
+    tally.bucketed += bool(scheduler.rounds)
+    plans = group.engine.plans()
+    tally.sequential += all(p.sequential for p in plans)
+    count_plans(plans, scheduler, tally)
+
+
+def _compare_gradients(case: TrainCase, sizes: Sizes, seed: int) -> None:
+    graph = case.group.graph
+    expected = _gradients(graph, graph.gm, sizes, seed)
+    try:
+        _compare(expected, _gradients(graph, case.group.runner, sizes, seed, ours=True))
+    except DynaFlowError:
+        raise
+    except Exception as e:
+        try:
+            _compare(expected, _gradients(graph, _captured(graph, aot_eager), sizes, seed, ours=True))
+        except Exception as control:
+            if isinstance(control, Mismatch) == isinstance(e, Mismatch):
+                raise NotTorchs(str(e)) from e
+        with torch.no_grad():
+            if isinstance(e, Mismatch) and graph.looks(sizes, seed) != graph.looks(POINTS[0], 0):
+                raise Undefined("Dynamo would capture it anew for these sizes") from e
+        raise
+
+
+def _compare(expected: tuple[Run, dict[str, Any]], found: tuple[Run, dict[str, Any]]) -> None:
+    compare(expected[0], found[0], LOOSELY)
+    compare_gradients(expected[1], found[1], LOOSELY)
+
+
+def _gradients(
+    graph: RandomGraph, function: Any, sizes: Sizes, seed: int, ours: bool = False
+) -> tuple[Run, dict[str, Any]]:
+    """Of a loss in which each element of each result counts differently."""
+    memory = graph.memory(sizes, seed)
+    for given in graph.given:
+        if given.grad:
+            memory[given.name] = memory[given.name].detach().requires_grad_()
+    wanted = {i.name: memory[i.name] for i in graph.given if i.grad}
+    try:
+        results = function(*graph.sizes_as_args(sizes), *graph.tensors(memory))
+        lossy = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+        random = torch.Generator().manual_seed(3)
+        loss: Any = sum(
+            (r * torch.rand(r.shape, generator=random, dtype=torch.float64)).sum() for r in map(_real, lossy)
+        )
+        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True) if lossy else [None] * len(wanted)
+    except EAGER as e:
+        if ours:
+            raise
+        raise Undefined(str(e)) from e
+    return Run(memory, results), dict(zip(wanted, grads, strict=True))
+
+
+def _real(result: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(result.resolve_conj()) if result.is_complex() else result

@@ -1,0 +1,172 @@
+"""torch.func, operators that take graphs, and nested tensors: split where the rules allow, or plain with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import dynaflow as df
+from tests.helpers import Each, assert_equal, compiled, graph_of, randn, uneven, whole
+
+LINEAR = nn.Linear(4, 4)
+
+
+def per_sample(x: Tensor) -> Tensor:
+    def loss(weight: Tensor, row: Tensor) -> Tensor:
+        return (row @ weight).tanh().sum()
+
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(LINEAR.weight, x)
+
+
+def directional(x: Tensor) -> Any:
+    return torch.func.jvp(torch.tanh, (x,), (x.cos(),))
+
+
+def functional(x: Tensor) -> Tensor:
+    weights = {name: p * 2 for name, p in LINEAR.named_parameters()}
+    return torch.func.functional_call(LINEAR, weights, (x,)).tanh()
+
+
+class Doubled(torch.autograd.Function):
+    """With a backward of its own, which nothing else would come up with."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 100
+
+
+SPLIT: dict[str, Callable[[Tensor], Any]] = {
+    "vmap": lambda x: torch.func.vmap(lambda row: (row * row.sum()).sin())(x) * 2,
+    "vmap over columns": lambda x: torch.func.vmap(torch.sin, in_dims=1, out_dims=1)(x),
+    "per-sample gradients": per_sample,
+    "jvp": directional,
+    "functional_call": functional,
+    "checkpoint": lambda x: checkpoint(lambda y: LINEAR(y).tanh(), x, use_reentrant=False) * 2,
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("split", [2, uneven])
+def test_transforms_are_split(name: str, split: Any) -> None:
+    model, x = SPLIT[name], randn(7, 4)
+    fast = compiled(model, Each(split=split))
+    with torch.no_grad():
+        assert_equal(fast(x), model(x))
+        assert whole(fast.plan(x)) == []
+    assert not fast.stats.plain_graphs
+
+
+def test_gradients_of_a_mapped_function_are_its_own() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.func.vmap(Doubled.apply)(x.sin()).cos()
+
+    fast = compiled(model, Each(split=uneven))
+    one, other = randn(7, 4).requires_grad_(), randn(7, 4).requires_grad_()
+    for call, x in (model, one), (fast, other):
+        call(x).sum().backward()
+    torch.testing.assert_close(other.grad, one.grad)
+
+
+def test_a_region_that_turns_gradients_on() -> None:
+    def model(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return (x.detach().requires_grad_() * 2).sin()
+
+    fast, x = compiled(model), randn(6, 4)
+    with torch.no_grad():
+        found, wanted = fast(x), model(x)
+    assert_equal(found.detach(), wanted.detach())
+    assert found.requires_grad == wanted.requires_grad
+    assert found.requires_grad is False or fast.stats.plain_reasons
+
+
+def heads(x: Tensor) -> list[Tensor]:
+    return [(x * scale).view(-1, 2, 4, 8).sin() for scale in (1.0, 2.0, 3.0)]
+
+
+def test_flex_attention_is_split() -> None:
+    def model(x: Tensor) -> Tensor:
+        return flex_attention(*heads(x), score_mod=lambda score, b, h, q, k: score + (q - k) + h) * 2
+
+    fast, x = compiled(model, Each(split=uneven)), randn(7, 64)
+    with torch.no_grad():
+        assert_equal(fast(x), model(x))
+        assert not [op for op in whole(fast.plan(x)) if "flex" in op]
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_flex_attention_with_a_mask(by_row: bool) -> None:
+    lengths = torch.arange(7) % 4 + 1
+
+    def model(x: Tensor, mask: Any) -> Tensor:
+        return flex_attention(*heads(x), block_mask=mask) * 2
+
+    def is_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k < lengths[b] if by_row else k <= q
+
+    mask = create_block_mask(is_seen, 7 if by_row else None, None, 4, 4, device="cpu")
+    fast, x = compiled(model, Each(split=uneven), batch_dims={"x": 0}), randn(7, 64)
+    with torch.no_grad():
+        assert_equal(fast(x, mask), model(x, mask))
+        assert [op for op in whole(fast.plan(x, mask)) if "flex" in op] == (["flex_attention"] if by_row else [])
+
+
+def test_a_scan_runs_whole() -> None:
+    def model(x: Tensor) -> Tensor:
+        return associative_scan(lambda a, b: a + b, x.sin(), dim=0, combine_mode="generic") * 2
+
+    fast, x = compiled(model), randn(6, 4)
+    with torch.no_grad():
+        assert_equal(fast(x), model(x))
+    assert fast.stats.plain_reasons or any(not op.splittable for op in graph_of(fast).ops)
+
+
+def test_a_branch_on_data_runs_whole() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,)) * 2
+
+    fast, x = compiled(model), randn(6, 4)
+    with torch.no_grad():
+        for given in x, -x:
+            assert_equal(fast(given), model(given))
+
+
+def test_nested_tensors_run_plainly() -> None:
+    def model(x: Tensor) -> Tensor:
+        return LINEAR(x).tanh()
+
+    given = torch.nested.nested_tensor([randn(3, 4), randn(2, 4)], layout=torch.jagged)
+    fast = compiled(model)
+    with torch.no_grad():
+        assert_equal(fast(given).values(), model(given).values())
+    assert any("nested" in reason for reason in fast.stats.plain_reasons)
+
+
+def test_why_a_model_was_not_captured() -> None:
+    @torch.compiler.disable
+    def model(x: Tensor) -> Tensor:
+        return x.sin()
+
+    fast, x = compiled(lambda x: model(x)), randn(6, 4)
+    with torch.no_grad():
+        assert_equal(fast(x), x.sin())
+    assert [reason for reason in fast.stats.plain_reasons if reason.startswith("not captured: ")]
+    with pytest.raises(df.PlanError, match="no graph to plan"):
+        fast.plan(x)
