@@ -28,7 +28,7 @@ test: .venv/installed-test check
 	$(PYTHON) -m venv .venv-vllm
 	$(PIP_VLLM) install -c constraints.txt torch setuptools
 	$(PIP_VLLM) install --no-deps --only-binary=:all: -r tests/systems/vllm_requirements.txt
-	$(PIP_VLLM) install pytest pytest-timeout
+	$(PIP_VLLM) install -c constraints.txt pytest pytest-timeout
 	touch $@
 
 .venv-vllm/installed: .venv-vllm/packages pyproject.toml

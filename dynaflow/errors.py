@@ -68,6 +68,11 @@ def shown(value: object, most: int = 60) -> str:
         text = repr(value)
     except Exception:
         text = f"a {type(value).__name__} that can't be printed"
+    return shortened(text, most)
+
+
+def shortened(text: str, most: int) -> str:
+    """On one line of at most `most` characters."""
     text = printable(" ".join(text.split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaflow import checked
-from dynaflow.errors import DynaFlowError, nearest, shown, user_line
+from dynaflow.errors import DynaFlowError, nearest, shortened, shown, user_line
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -169,7 +169,8 @@ def _place(device: Any) -> torch.device:
         torch.empty(0, device=found)
         return found
     except Exception as e:  # no such device, or a torch without it
-        why = f"offload: no device {shown(device)}: {str(e).splitlines()[0].split('. ')[0]}"
+        reason = shortened(str(e).splitlines()[0].split(". ")[0], 300)
+        why = f"offload: no device {shown(device)}: {reason}"
         raise DynaFlowError(why, line=user_line(), advice='name one that torch has: "cuda", "cpu"') from None
 
 

@@ -63,7 +63,7 @@ def error() -> Exception:
 
 
 @pytest.fixture
-def no_tanh(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def no_tanh(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """The compiler fails on all graphs with a tanh: whether these were backward passes."""
     usual, seen = torch._inductor.compile_fx.compile_fx_inner, []
 
@@ -74,8 +74,8 @@ def no_tanh(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return usual(graph, given, **options)
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx_inner", inner)
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # or it need not be asked
-    return seen
+    with torch._inductor.config.patch(force_disable_caches=True):  # or it need not be asked
+        yield seen
 
 
 def told(records: list[Any]) -> list[str]:
