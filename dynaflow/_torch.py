@@ -248,7 +248,8 @@ GIVEN = "dynaflow_given"
 
 
 def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
-    """Of a placeholder that Dynamo made: its source as text, whether a module owns it, and the example."""
+    """Of a placeholder that Dynamo made: its source as text, whether a module owns it, and the example, or None if that
+    is gone: a backward pass may be compiled when it first runs."""
     if GIVEN in placeholder.meta:
         return placeholder.meta[GIVEN]
     arg = placeholder.meta.get("grapharg")
@@ -257,7 +258,11 @@ def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
     name = arg.source.name
     owner = arg.source.guard_source
     owned = owner.is_unspecialized_nn_module() or owner.is_specialized_nn_module()
-    return (name if isinstance(name, str) else name()), owned, arg.example
+    try:
+        example = arg.example
+    except AssertionError:  # Dynamo holds it weakly
+        example = None
+    return (name if isinstance(name, str) else name()), owned, example
 
 
 def traced_input(placeholder: fx.Node) -> tuple[int, tuple[str, ...]] | None:

@@ -409,7 +409,7 @@ class _Run(fx.Interpreter):
     def _refuse_numbers(self, node: fx.Node, facts: NodeFacts) -> None:
         """A batch size that is used as a number, not as a size, can't be recomputed for a part of the batch."""
         args = [a for a in node.all_input_nodes if self.numbers.follows(a)]
-        if not (args and tensors_in(facts.value)):
+        if not args or not (tensors_in(facts.value) or facts.writes):
             return
         facts.sized = True
         name = _called(node)

@@ -121,7 +121,11 @@ class Padding:
         if result.shape is None or not self._is_laid_out_by_rows(result.shape):
             return part
         strides = tuple(concrete(stride, batch.sizes) for stride in result.shape.stride)
-        return part if part.stride() == strides else _like(part, part.size(), strides).copy_(part)
+        if part.stride() == strides:
+            return part
+        made = _like(part, part.size(), strides)
+        _copy(part, made)
+        return made
 
 
 def _refused(what: str, op: str | None = None, line: str | None = None) -> SplitError:
@@ -140,10 +144,16 @@ def _padded(given: torch.Tensor, dim: int, rows: int, padded: int, strides: Sequ
     size[dim] = per_row * padded
     made = _like(given, size, strides)
     into, given = made.unflatten(dim, (padded, per_row)), given.unflatten(dim, (rows, per_row))
-    for d, stride in enumerate(into.stride()):
-        if stride == 0:  # the same memory all along
-            into, given = into.narrow(d, 0, 1), given.narrow(d, 0, 1)
-    if more := into.size(dim) - given.size(dim):
-        into.narrow(dim, rows, more).copy_(given.narrow(dim, rows - 1, 1))
-    into.narrow(dim, 0, given.size(dim)).copy_(given)  # last: rows may share memory
+    if padded > rows and into.stride(dim):
+        more = into.narrow(dim, rows, padded - rows)
+        _copy(given.narrow(dim, rows - 1, 1).expand_as(more), more)
+    _copy(given, into.narrow(dim, 0, rows))  # last: rows may share memory
     return made
+
+
+def _copy(given: torch.Tensor, into: torch.Tensor) -> None:
+    """Into memory in which elements may be the same all along a dim."""
+    for d, stride in enumerate(into.stride()):
+        if stride == 0 and into.size(d):
+            into, given = into.narrow(d, 0, 1), given.narrow(d, 0, 1)
+    into.copy_(given)

@@ -1,7 +1,7 @@
-"""Fresh random cases in every run: what they do under random schedules is what eager does, or an error that says why.
+"""Fresh random cases for every commit: under random schedules they do what eager does, or an error says why.
 
-The number of the first case is drawn anew, and printed; DYNAFLOW_FUZZ_SEED sets it. DYNAFLOW_FUZZ_CASES sets how many
-there are. `make fuzz` runs many more.
+The number of the first case follows from the commit, and is printed; DYNAFLOW_FUZZ_SEED sets it. DYNAFLOW_FUZZ_CASES
+sets how many there are. `make fuzz` runs many more, fresh ones every time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import pytest
 
 from tests.fuzz.processes import Outcome, chunks_of, run_all
-from tests.fuzz.seeds import VARIABLE, first_case
+from tests.fuzz.seeds import VARIABLE, first_case_of_commit
 from tests.fuzz.ways import make_way
 
 CASES = int(os.environ.get("DYNAFLOW_FUZZ_CASES", "2000"))
@@ -23,7 +23,7 @@ FEWEST = {"engine": 0.5, "train": 0.5}
 
 
 def run(way: str, capsys: pytest.CaptureFixture[str]) -> Outcome:
-    start, count = first_case(), max(1, round(CASES * SHARES[way]))
+    start, count = first_case_of_commit(), max(1, round(CASES * SHARES[way]))
     told: list[str] = []
     outcome = run_all(chunks_of({way: count}, start), make_way, say=told.append)
     with capsys.disabled():

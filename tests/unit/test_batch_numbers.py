@@ -11,6 +11,19 @@ from torch import Tensor
 
 from tests.helpers import Each, compiled, randn
 
+
+def _written(x: Tensor) -> Tensor:
+    y = torch.sin(x)
+    y[:, 0] = x.shape[0]
+    return y.exp()
+
+
+def _written_as_far_as(x: Tensor) -> Tensor:
+    y = torch.sin(x)
+    y[:, x.shape[0] // 3 :] = 2.0
+    return y.exp()
+
+
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "bessel": lambda x: torch.tanh(x / (x.shape[0] - 1)) * 2,
     "one more": lambda x: torch.tanh(x * (x.shape[0] + 1)).exp(),
@@ -23,6 +36,9 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "at most": lambda x: torch.tanh(x / min(x.shape[0], 4)) * torch.sin(x),
     "reciprocal": lambda x: torch.tanh(x * (1.0 / (x.shape[0] + 2))) * torch.sin(x),
     "tensor": lambda x: torch.tanh(x * torch.tensor(float(x.shape[0] - 6))) * torch.sin(x),
+    "written": _written,
+    "written as far as": _written_as_far_as,
+    "filled": lambda x: torch.sin(x) * torch.empty_like(x).fill_(x.shape[0]),
     "pairs": lambda x: torch.tanh(x / (x.shape[0] * (x.shape[0] - 1))) * torch.sin(x),
 }
 

@@ -376,7 +376,7 @@ def test_a_backward_pass_that_is_compiled_late(monkeypatch: Any, no_tanh: list[b
     """Where the passes can't be traced apart, autograd's own backward of compiled code fails."""
     usual = torch._inductor.compile_fx.compile_fx_inner
 
-    def no_passes(*args: Any) -> Any:
+    def no_passes(*args: Any, **options: Any) -> Any:
         raise RuntimeError("not today")
 
     def inner(graph: fx.GraphModule, given: Any, **options: Any) -> Any:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import dynaflow as df
+from dynaflow import _torch
 from tests.helpers import assert_equal, names, randn
 
 SIZES = (4, 6, 4, 3, 1)
@@ -215,6 +217,24 @@ class Stores(nn.Module):
 def test_a_restart_need_not_come_past_the_same_places(door: str) -> None:
     model = Stores()
     compare(DOORS[door](model), model)
+
+
+def test_a_tensor_may_be_gone_when_the_backward_pass_is_compiled() -> None:
+    """AOTAutograd may compile it when it first runs, and Dynamo holds the tensors of the capture weakly."""
+    known: list[Any] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        (node,) = gm.graph.find_nodes(op="placeholder")
+        arg = copy.copy(node.meta["grapharg"])
+        node = fx.Graph().placeholder("x")
+        node.meta["grapharg"] = arg
+        known.extend([node, _torch.graph_input(node)[2] is not None])
+        return gm
+
+    torch.compile(lambda x: x.sin(), backend=backend)(randn(4, 8))
+    gc.collect()
+    node, was_there = known
+    assert was_there and _torch.graph_input(node)[2] is None
 
 
 def test_a_restart_that_comes_to_nothing_has_no_effect_on_the_next_capture() -> None:

@@ -131,6 +131,7 @@ ROW_BY_ROW: dict[str, Callable[[Tensor], Any]] = {
     "several elements of a row": lambda x: (x * 2).view(-1, 2),
     "rows inside": lambda x: torch.stack([x, x * 2]),
     "rows last": lambda x: (x * 2).T.contiguous(),
+    "rows inside, the same all along another dim": lambda x: (x * 2).T.contiguous().expand(3, -1, -1),
     "views of one another": lambda x: (lambda y: (y, y[:, :2], y.T))(x * 2),
     "the input": lambda x: (x, x * 2),
 }

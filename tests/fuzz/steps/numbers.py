@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from tests.fuzz.builder import Builder
+from tests.fuzz.builder import EVERYTHING, Builder
 from tests.fuzz.dice import NotHere
 from tests.fuzz.inputs import WHOLE
-from tests.fuzz.sizes import of_batch
+from tests.fuzz.sizes import at_least, of_batch
 from tests.fuzz.steps.register import step
+from tests.fuzz.steps.writes import target
 
 
 def whole(b: Builder) -> fx.Node:
@@ -102,6 +103,23 @@ def number_as_tensor(b: Builder) -> Any:
     if b.dice.one_in(2):
         return b.call("to", made, b.dtype)
     return b.call("reshape", made, 1)
+
+
+@step()
+def number_written(b: Builder) -> Any:
+    """A number as what is written, or as where."""
+    x = target(b)
+    n = whole(b) if b.dtype in WHOLE or b.dice.one_in(2) else real(b)
+    kind = b.dice.below(4)
+    if kind == 0 or not x.ndim:
+        return b.call(b.dice.pick(["fill_", "add_", "mul_"]), x, n)
+    d = b.dice.below(x.ndim)
+    before = (EVERYTHING,) * d
+    if kind == 1:
+        return b.call(operator.setitem, x, (*before, b.dice.below(at_least(x.shape[d]))), n)
+    if kind == 2:
+        return b.call(operator.setitem, x, (*before, slice(None, 1 + b.dice.below(3), None)), n)
+    return b.call(operator.setitem, x, (*before, slice(whole(b), None, None)), b.constant())
 
 
 @step()

@@ -18,7 +18,8 @@ def _apart(x: Var, y: Var) -> bool:
     return x.node is y.node or x.storage != y.storage
 
 
-def _target(b: Builder) -> Var:
+def target(b: Builder) -> Var:
+    """What may be written."""
     owners = {v.storage for v in b.vars if not v.writable}
     return b.main(lambda v: v.dense and v.storage not in owners)
 
@@ -32,7 +33,7 @@ def _source(b: Builder, x: Var, shape: tuple[int, ...]) -> Var:
 
 @step(4)
 def write(b: Builder) -> Any:
-    x = _target(b)
+    x = target(b)
     kind = b.dice.below(6)
     if kind == 0:
         return b.call("add_", x, _source(b, x, x.shape))
@@ -49,7 +50,7 @@ def write(b: Builder) -> Any:
 
 @step(2)
 def write_part(b: Builder) -> Any:
-    x = _target(b)
+    x = target(b)
     if not x.ndim:
         raise NotHere
     others = x.other_dims()
@@ -82,7 +83,7 @@ def write_part(b: Builder) -> Any:
 @step()
 def write_to_copy_or_view(b: Builder) -> Any:
     """Which of the two it is depends on the strides, and may be another for a few rows than for all."""
-    x = _target(b)
+    x = target(b)
     if x.ndim and b.dice.one_in(2):
         x = b.call("transpose", x, 0, b.dice.below(x.ndim))
     kind = b.dice.below(3)
