@@ -19,7 +19,7 @@ from dynaflow import _torch, checked
 from dynaflow.capture.graph import BatchDims, DynamicDims
 from dynaflow.engine import Engine, Facts, marks, take_marks_back
 from dynaflow.errors import DynaFlowError, PlanError, RecordingError, shown, user_line
-from dynaflow.face import Face, ModuleFace, function_of, modules_of, special_methods, with_methods
+from dynaflow.face import Face, ModuleFace, function_of, is_async, modules_of, special_methods, with_methods
 from dynaflow.lower.lower import CudaGraph, OnTask
 from dynaflow.lower.operators import Mode
 from dynaflow.modules import TRACED
@@ -95,6 +95,11 @@ def compile(
         raise DynaFlowError(
             f"compile() got {shown(model)}", line=user_line(),
             advice="pass a module, a function or another callable object",
+        )
+    if is_async(model):
+        raise DynaFlowError(
+            f"compile() got {shown(model)}, which is asynchronous", line=user_line(),
+            advice="compile what it awaits: a module or a function that returns tensors",
         )
     options = {
         "scheduler": scheduler,

@@ -62,6 +62,8 @@ Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 PLANS_KEPT = 1024
 """Of each scheduler; then the oldest goes."""
+CHOICES = 8
+"""How many schedulers may choose another one in a row."""
 CUTS_KEPT = 32
 """Of each graph, for schedulers to come that cut it the same way."""
 
@@ -366,8 +368,15 @@ class Engine:
         self, runner: GraphRunner, sizes: tuple[int, ...], args: Sequence[Any], facts: Mapping[str, Any]
     ) -> Schedules:
         """The schedules of whoever decides in this situation."""
-        schedules = self._schedules
+        schedules, handed = self._schedules, 0
         while schedules.chooses:
+            if handed > CHOICES:
+                raise ScheduleError(
+                    f"{type(schedules.scheduler).__name__}.choose() never comes to an end: {CHOICES} schedulers in a row "
+                    "have handed the call to another one",
+                    advice="return self, or a scheduler without a choose() of its own",
+                )
+            handed += 1
             key = self._choice(schedules, runner, sizes, args, facts)
             if key not in schedules.chosen:
                 with self.lock:

@@ -143,6 +143,12 @@ def function_of(model: Any) -> Callable[..., Any]:
     return model.forward if isinstance(model, nn.Module) else model
 
 
+def is_async(model: Any) -> bool:
+    """Whether a call returns something to be awaited, which torch.compile takes for the result."""
+    calls = (function_of(model), getattr(type(model), "__call__", None))
+    return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
+
+
 def _signature(model: Any) -> inspect.Signature:
     try:
         return inspect.signature(function_of(model))

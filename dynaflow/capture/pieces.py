@@ -23,7 +23,7 @@ from dynaflow.capture.collectives import group_of
 from dynaflow.capture.graph import CapturedGraph, is_dense
 from dynaflow.capture.ops import Mixing, Op, OpGraph, Result, Value
 from dynaflow.capture.probe import NodeFacts, Probe
-from dynaflow.capture.rules import module_stack, source_line, target_names
+from dynaflow.capture.rules import addresses_memory, module_stack, source_line, target_names
 from dynaflow.capture.sharing import Place, overlaps_itself
 
 
@@ -294,6 +294,8 @@ class Build:
         """
         facts, says = self.facts, "its rule says splittable=True, but"
         lost = self._lost_in(piece)
+        for n in filter(addresses_memory, piece.made):
+            return f"{says} {target_names(n)[0]} addresses memory directly, wherever the rows lie", source_line(n)
         for n in piece.reads:
             if facts[n].merged:
                 return f"{says} {n.name} goes in with the batch merged with another dim", source_line(n)

@@ -183,6 +183,11 @@ def target_names(node: fx.Node) -> list[str]:
     return names_of(node.target)
 
 
+def addresses_memory(node: fx.Node) -> bool:
+    """Whether it counts from the start of a tensor's storage, with strides of its own."""
+    return "as_strided" in target_names(node)[0]
+
+
 def names_of(target: Any) -> list[str]:
     """The names under which a call may be asked for: short, and with its module or namespace."""
     if isinstance(target, str):

@@ -205,9 +205,9 @@ def _memory_of_results(gm: fx.GraphModule) -> list[int | None]:
 
 
 def _keep_apart(gm: fx.GraphModule, eager: Sequence[int | None]) -> None:
-    """Copies results that share memory with others, or with an input that is written, only since a copy was left out:
-    Inductor's front end (seen on 2.11 and 2.13) does not look for copies of what became a view by another one's going,
-    nor AOTAutograd for what becomes the same by `copy_`. `eager`: what the graph's results share.
+    """Copies results that share memory with others, or with an input, only since a copy was left out: Inductor's front
+    end (seen on 2.11 and 2.13) returns `x` for `x + 0`, and does not look for copies of what became a view by another
+    one's going, nor AOTAutograd for what becomes the same by `copy_`. `eager`: what the graph's results share.
     """
     (output,) = gm.graph.find_nodes(op="output")
     results, fresh, first = list(output.args[0]), set(_torch.fresh_results()), _torch.first_result()
@@ -221,7 +221,7 @@ def _keep_apart(gm: fx.GraphModule, eager: Sequence[int | None]) -> None:
         made_of, storage = base(node), _torch.storage_id(value)  # the example is from before that
         other, others = memory.setdefault(made_of, (storage, own))
         apart = other != storage if own is None or others is None else others != own
-        if apart or (i in fresh and _is_written(made_of)):
+        if apart or (i in fresh and made_of.op == "placeholder"):
             key = node, storage if own is None else own  # a tensor that is returned twice is copied once
             if key not in copies:
                 with gm.graph.inserting_after(node):

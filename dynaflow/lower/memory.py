@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynaflow.capture.ops import Op, OpGraph, Value
-from dynaflow.capture.rules import target_names
+from dynaflow.capture.rules import addresses_memory
 from dynaflow.lower.ends import is_product, result_node
 from dynaflow.lower.units import Parts, Unit, are_neighbours
 
@@ -83,8 +83,8 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
 
 
 def _addresses_memory(op: Op) -> bool:
-    """Whether it counts from the start of a tensor's storage, which in an arena is another tensor's."""
-    return any("as_strided" in name for node in op.module.graph.nodes for name in target_names(node)[:1])
+    """Which would be that of another value, in an arena."""
+    return any(map(addresses_memory, op.module.graph.nodes))
 
 
 def _shared_storages(graph: OpGraph) -> set[int | None]:

@@ -42,6 +42,8 @@ class Group:
     gentle: bool
     """Nothing in it mixes rows."""
     runner: Any = None
+    serves: Callable[[Sizes], bool] = lambda sizes: True
+    """Whether the capture holds for a size."""
 
     def lowered(self, sizes: Sizes, seed: int) -> Lowered | None:
         args = list(self.graph.args(sizes, seed))

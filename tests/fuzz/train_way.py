@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,11 +51,13 @@ def draw_training(dice: Dice) -> Group:
     if not any(i.grad for i in graph.given):
         raise Undefined("no input wants a gradient")
     _gradients(graph, graph.gm, POINTS[0], 0)  # eager refuses it?
-    return Group(graph=graph, engine=engine, gentle=False, runner=_captured(graph, engine.backend))
+    runner, serves = _captured(graph, engine.backend)
+    return Group(graph=graph, engine=engine, gentle=False, runner=runner, serves=serves)
 
 
-def _captured(graph: RandomGraph, backend: Callable[..., Any]) -> Any:
-    """What runs the graph: what a backend returns when it is called as Dynamo would call it."""
+def _captured(graph: RandomGraph, backend: Callable[..., Any]) -> tuple[Any, Callable[[Sizes], bool]]:
+    """What runs the graph: what a backend returns when it is called as Dynamo would call it. And whether that serves a
+    size: for others Dynamo would capture the graph anew."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     gm = copied(graph.gm)
     memory = graph.memory(POINTS[0], 0)
@@ -77,9 +80,27 @@ def _captured(graph: RandomGraph, backend: Callable[..., Any]) -> Any:
     with tracing(TracingContext(mode)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*can't be traced")  # the examples of the nodes are not of this mode
         try:
-            return backend(gm, [fakes[node.name] for node in places])
+            return backend(gm, [fakes[node.name] for node in places]), partial(_holds, graph, fakes)
         except (RestartAnalysis, UserWarning) as e:  # only Dynamo can start again
             raise NotTorchs(str(e)) from e
+
+
+def _holds(graph: RandomGraph, fakes: dict[str, Any], sizes: Sizes) -> bool:
+    """Whether what was assumed of the sizes when they were traced is true of these."""
+    values: dict[Any, int] = {}
+    guards: list[Any] = []
+    for name, tensor in graph.memory(sizes, 0).items():
+        if name not in fakes:
+            continue
+        for traced, size in zip(fakes[name].shape, tensor.shape, strict=True):
+            if isinstance(traced, int):
+                if traced != size:
+                    return False
+            else:
+                guards = traced.node.shape_env.guards
+                if values.setdefault(traced.node.expr, size) != size:
+                    return False
+    return all(guard.expr.xreplace(values) == True for guard in guards)  # noqa: E712: sympy's own
 
 
 class _Shown(fx.Interpreter):
@@ -138,12 +159,13 @@ def _compare_gradients(case: TrainCase, sizes: Sizes, seed: int) -> None:
         raise
     except Exception as e:
         try:
-            _compare(expected, _gradients(graph, _captured(graph, aot_eager), sizes, seed, ours=True))
+            _compare(expected, _gradients(graph, _captured(graph, aot_eager)[0], sizes, seed, ours=True))
         except Exception as control:
             if isinstance(control, Mismatch) == isinstance(e, Mismatch):
                 raise NotTorchs(str(e)) from e
         with torch.no_grad():
-            if isinstance(e, Mismatch) and graph.looks(sizes, seed) != graph.looks(POINTS[0], 0):
+            looks_so = isinstance(e, Mismatch) and graph.looks(sizes, seed) != graph.looks(POINTS[0], 0)
+            if looks_so or not case.group.serves(sizes):
                 raise Undefined("Dynamo would capture it anew for these sizes") from e
         raise
 

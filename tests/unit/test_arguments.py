@@ -237,6 +237,37 @@ def test_a_partition_that_yields() -> None:
         compiled(Stack(), scheduler).plan(X)
 
 
+def test_schedulers_that_choose_each_other() -> None:
+    class Chooses(Each):
+        def choose(self, ctx: Context) -> Any:
+            return Chooses()
+
+    with pytest.raises(df.ScheduleError, match=r"Chooses.choose\(\) never comes to an end") as caught:
+        compiled(Stack(), Chooses()).plan(X)
+    assert "return self" in caught.value.advice
+
+
+def test_what_is_asynchronous() -> None:
+    async def function(x: Tensor) -> Tensor:
+        return x + 1
+
+    async def generator(x: Tensor) -> Any:
+        yield x
+
+    class Module(nn.Module):
+        async def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    class Callable:
+        async def __call__(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    for model in (function, generator, Module(), Callable()):
+        with pytest.raises(df.DynaFlowError, match="asynchronous") as caught:
+            df.compile(model)
+        assert caught.value.advice
+
+
 # --- options ----------------------------------------------------------------------------------------------
 
 

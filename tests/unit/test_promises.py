@@ -221,3 +221,24 @@ def test_what_others_do_with_a_promised_result_is_not_promised() -> None:
     with torch.no_grad():
         torch.testing.assert_close(fast(x), net(x))
     assert graph_of(fast).by_name["turned"].splittable
+
+
+def test_a_region_that_addresses_memory_runs_whole() -> None:
+    class Strided(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.shape[1]
+            return torch.tanh(x.as_strided((rows, 4), (1, rows)))  # x.T
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Strided()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(torch.sin(x)) * 2
+
+    model, x = Model(), randn(4, 6)
+    fast = compiled(model, Each([df.SplitModule("inner", splittable=True)], split=[4, 2]), batch_dims={"x": 1})
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+    assert "addresses memory" in (graph_of(fast).by_name["inner"].refusal or "")
