@@ -3,7 +3,7 @@ PIP = .venv/bin/pip --disable-pip-version-check -q
 PIP_VLLM = .venv-vllm/bin/pip --disable-pip-version-check -q
 JOBS ?= 0
 
-.PHONY: install demo test test-ops test-vllm test-gpu browser check docs fuzz bench clean
+.PHONY: install demo test test-slow test-ops test-vllm test-gpu browser check docs fuzz bench clean
 
 install: .venv/installed
 
@@ -20,8 +20,14 @@ install: .venv/installed
 demo: install
 	.venv/bin/dynaflow demo
 
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+
 test: .venv/installed-test check
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -q -n auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) tests -m "not slow"
+
+# Those that tests/slow.txt names: whole systems, several processes, compiled models.
+test-slow: .venv/installed-test
+	$(PYTEST) tests -m slow
 
 # vLLM wants a torch of its own choice and dozens of packages: it gets an environment of its own.
 .venv-vllm/packages: constraints.txt tests/systems/vllm_requirements.txt

@@ -372,8 +372,8 @@ class Engine:
         while schedules.chooses:
             if handed > CHOICES:
                 raise ScheduleError(
-                    f"{type(schedules.scheduler).__name__}.choose() never comes to an end: {CHOICES} schedulers in a row "
-                    "have handed the call to another one",
+                    f"{type(schedules.scheduler).__name__}.choose() never comes to an end: "
+                    f"{CHOICES} schedulers in a row have handed the call to another one",
                     advice="return self, or a scheduler without a choose() of its own",
                 )
             handed += 1

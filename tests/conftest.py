@@ -1,17 +1,29 @@
-"""For all tests: compilers make millions of objects, and Python's garbage collector looks through those that stay again
-and again, for a seventh of all the time."""
+"""For all tests: which of them are slow, and left to `make test-slow`; and how often garbage is collected, since compilers
+make millions of objects, and looking through those that stay takes a seventh of all the time."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+SLOW = Path(__file__).with_name("slow.txt").read_text().split()
+"""Folders, files and tests, one a line."""
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: named in tests/slow.txt")
     gc.set_threshold(50_000, 10, 10)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        if any(entry in (file, f"{file}::{name.partition('[')[0]}") or file.startswith(f"{entry}/") for entry in SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._dynamo.backends.debugging import aot_eager
@@ -100,7 +101,7 @@ def _holds(graph: RandomGraph, fakes: dict[str, Any], sizes: Sizes) -> bool:
                 guards = traced.node.shape_env.guards
                 if values.setdefault(traced.node.expr, size) != size:
                     return False
-    return all(guard.expr.xreplace(values) == True for guard in guards)  # noqa: E712: sympy's own
+    return all(guard.expr.xreplace(values) is sympy.true for guard in guards)
 
 
 class _Shown(fx.Interpreter):

@@ -399,11 +399,11 @@ def test_results_that_are_copies_share_no_memory() -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["sequential", Each(split=2)])
-@pytest.mark.parametrize("nothing", [lambda x: x + torch.zeros_like(x), lambda x: x * torch.ones_like(x), lambda x: x + 0])
-def test_a_result_that_equals_an_input_is_a_copy_of_it(nothing: Any, scheduler: Any) -> None:
+@pytest.mark.parametrize("more", [torch.zeros_like, lambda x: 0])
+def test_a_result_that_equals_an_input_is_a_copy_of_it(more: Callable[[Tensor], Any], scheduler: Any) -> None:
     """Inductor's front end takes `x + 0` for `x`: what the caller writes to the result would be written to `x`."""
     x, y = randn(6, 4), randn(6, 4).requires_grad_()
-    found, other = compiled(lambda x, y: (nothing(x), y.sin()), scheduler)(x, y)
+    found, other = compiled(lambda x, y: (x + more(x), y.sin()), scheduler)(x, y)
     torch.testing.assert_close(found, x)
     found.zero_()
     torch.testing.assert_close(x, randn(6, 4))
