@@ -1,5 +1,5 @@
-"""For all tests: which of them are slow, and left to `make test-slow`; and how often garbage is collected, since compilers
-make millions of objects, and looking through those that stay takes a seventh of all the time."""
+"""For all tests: which are slow, and left to `make test-slow`; and how often garbage is collected, since compilers make
+millions of objects, and looking through those that stay takes a seventh of all the time."""
 
 from __future__ import annotations
 
