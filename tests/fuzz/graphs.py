@@ -73,9 +73,14 @@ class RandomGraph:
     def draw_sizes(self, dice: Dice) -> Sizes:
         return Sizes(2 + dice.below(MOST - 1), 2 + dice.below(MOST - 1) if self.lengths else 0)
 
-    def looks(self, sizes: Sizes, seed: int) -> list[bool]:
-        """Of each call, whether its result is a view of an argument. Where that depends on strides (`flatten`), Dynamo
-        guards on it: a graph serves no sizes for which another answer holds than at capture."""
+    def is_captured_anew(self, sizes: Sizes, seed: int) -> bool:
+        """Whether Dynamo would capture it again for these sizes: it guards on what is a view, where that depends on
+        strides (`flatten`)."""
+        with torch.no_grad():
+            return self._looks(sizes, seed) != self._looks(POINTS[0], 0)
+
+    def _looks(self, sizes: Sizes, seed: int) -> list[bool]:
+        """Of each call, whether its result is a view of an argument."""
         run = _Looking(self.gm)
         run.run(*self.args(sizes, seed))
         return run.found
