@@ -699,11 +699,19 @@ def compile_passes(
     return cast("Callable[..., Any]", made)
 
 
+def hold(value: Any, results: Sequence[Any]) -> None:
+    """Keeps a value for as long as autograd may go back through results. Seen on 2.11 and 2.13."""
+    for result in results:
+        if isinstance(result, torch.Tensor) and (node := result.grad_fn) is not None:
+            node.metadata["dynaflow"] = value
+
+
 def has_transforms(gm: fx.GraphModule) -> bool:
     """Whether the graph enters and leaves levels of torch.func, whose tensors wrap others: no node
     of it can be looked at by itself. Seen on 2.11 and 2.13."""
     modules = ("torch._functorch.", "torch._C._functorch", "torch.autograd.forward_ad")
-    return any(n.op == "call_function" and str(n.target.__module__).startswith(modules) for n in gm.graph.nodes)
+    called = (getattr(n.target, "__module__", "") for n in gm.graph.nodes if n.op == "call_function")
+    return any(str(module).startswith(modules) for module in called)
 
 
 @contextlib.contextmanager

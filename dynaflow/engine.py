@@ -178,7 +178,8 @@ class Engine:
             _torch.warm_compiler()  # while the model is traced
         requests = request_count(self.facts().get("num_tokens"))
         take_marks_back()  # those of a call that this one is made in
-        marks.undo = tuple(mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims))
+        for undo in mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims):
+            marks.undo = (*marks.undo, undo)  # one by one: an interrupt leaves none behind
 
     def look_for_graphs(self) -> None:
         """After a first call: says why, if the model was not captured at all."""
@@ -243,7 +244,8 @@ class Engine:
 
         try:
             made = _torch.compile_passes(copied_graph(gm), example_inputs, make, native_random=native_random)
-            return self._unless_shared(made, gm, frozenset(written), strange) if written else made
+            made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
+            return self._held(made) if training else made
         except Exception as e:
             if ours and isinstance(ours[0], Overwritten):
                 return self._plain(gm, str(ours[0]))
@@ -278,6 +280,17 @@ class Engine:
             return bool(Sharing(written_inputs(graph, probe(graph, ()))).find(given))
         except (Contradiction, Unschedulable):  # it runs plainly in any case
             return True
+
+    def _held(self, passes: Callable[..., Any]) -> Callable[..., Any]:
+        """The passes; what is to run backward holds the engine, since the compiled model may be gone by then."""
+        engine_of = weakref.ref(self)
+
+        def run(*args: Any) -> Any:
+            results = passes(*args)
+            _torch.hold(engine_of(), results)
+            return results
+
+        return run
 
     def _unless_shared(
         self, passes: Callable[..., Any], gm: fx.GraphModule, written: frozenset[int], strange: str | None

@@ -4,16 +4,16 @@ A number that follows from the batch's size is recomputed for each micro-batch. 
 wrong where it is a value: `x / (B - 1)` means the whole batch. So every such number is known for what it is, whether
 the graph computes it or is given it: a backward pass gets `B - 1` as an input of its own.
 
-A multiple of the batch is a number that is `k * n` for every batch size `n`. That is not read off one expression, which
-may be simplified by what holds for the whole batch alone: the number is computed for several batch sizes, by the same
-calls that compute it for a micro-batch.
+A multiple of the batch is a number that is `k * n` for every batch size `n`, whatever the other sizes are:
+`4 * B * T // 3` is one for `T = 3` alone. That is not read off one expression, which may be simplified by what holds
+for the whole batch alone: the number is computed for several sizes, by the calls that compute it for a micro-batch.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -28,17 +28,41 @@ _SAMPLES = (1, 2, 3, 5, 8, 13)
 Values = Mapping[sympy.Symbol, int]
 
 
+class _Sizes(NamedTuple):
+    """What all symbols stand for in one sample, in which the batch is `rows` of the `total` that it is in another."""
+
+    values: Values
+    rows: int
+    total: int
+    other: int
+
+
+def _sizes(spaces: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> Iterator[_Sizes]:
+    count = 0
+    for around in with_other_sizes(values, frozenset().union(*spaces)):
+        first = count
+        yield _Sizes(around, 1, 1, first)
+        for symbols, prime in zip(spaces, primes, strict=True):
+            for rows in _SAMPLES:
+                yield _Sizes({**around, **dict.fromkeys(symbols, rows)}, rows, 2 * prime, first)
+                count += 1
+        count += 1
+
+
+def with_other_sizes(values: Values, batch: frozenset[sympy.Symbol]) -> Iterator[Values]:
+    """The same batch, as it is and with other sizes beside it."""
+    yield values
+    if others := sorted((s for s in values if s not in batch), key=str):
+        for step in (1, 3):
+            yield {**values, **{s: values[s] + step + i for i, s in enumerate(others)}}
+
+
 class BatchNumbers:
     """The numbers of one graph, visited node by node in the graph's order."""
 
     def __init__(self, spaces: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> None:
         self._spaces, self._primes = spaces, primes
-        self._sizes: list[tuple[int, int, Values]] = [
-            (space, rows, {**values, **dict.fromkeys(symbols, rows)})
-            for space, symbols in enumerate(spaces)
-            for rows in _SAMPLES
-        ]
-        """Space, batch size, and what all symbols stand for then."""
+        self._sizes = [*_sizes(spaces, values, primes)]
         self._at: dict[fx.Node, list[Any]] = {}
         """The value of a number for each of `_sizes`; nothing where that can't be computed."""
         self._follow: dict[fx.Node, frozenset[int]] = {}
@@ -88,17 +112,18 @@ class BatchNumbers:
     def _given(self, node: fx.Node, i: int) -> Any:
         if node in self._at:
             return self._at[node][i]
-        return _torch.tree_map(lambda leaf: evaluated(leaf, self._sizes[i][2]), node.meta["example_value"])
+        return _torch.tree_map(lambda leaf: evaluated(leaf, self._sizes[i].values), node.meta["example_value"])
 
     def _is_multiple(self, node: fx.Node, value: Any) -> bool:
         """Whether all numbers of the result that follow from the batch are multiples of it."""
-        numbers = list(_numbers(value))
-        for (space, rows, _), sampled in zip(self._sizes, self._at[node], strict=True):
-            at = list(_numbers(sampled))
-            if len(at) != len(numbers):
+        found = [list(_numbers(sampled)) for sampled in self._at[node]]
+        if found[0] != list(_numbers(value)):
+            return False
+        for sizes, numbers in zip(self._sizes, found, strict=True):
+            if len(numbers) != len(found[sizes.other]):
                 return False
-            for number, then in zip(numbers, at, strict=True):
-                if number != then and number * rows != then * 2 * self._primes[space]:
+            for part, whole in zip(numbers, found[sizes.other], strict=True):
+                if part != whole and part * sizes.total != whole * sizes.rows:
                     return False
         return True
 

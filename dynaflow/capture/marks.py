@@ -25,13 +25,16 @@ def mark_arguments(
     declared: BatchDims | None,
     requests: int,
     dynamic: DynamicDims,
-) -> list[Callable[[], None]]:
-    """Marks the dims that look like the batch, and `dynamic`; returns the functions that take the marks back."""
+) -> Iterator[Callable[[], None]]:
+    """Marks the dims that look like the batch, and `dynamic`, one by one; yields the functions that take the marks
+    back."""
     names = [parameters[i] if i < len(parameters) else f"args.{i}" for i in range(len(args))]
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     tensors = {name: (tensor, False) for key, value in given.items() for name, tensor in _tensors(value, key, DEPTH)}
     dims = dims_to_mark(tensors, declared, requests, True, parameters, dynamic)
-    return [_torch.mark_dynamic(tensors[n][0], sorted(varying)) for n, varying in dims.items() if varying]
+    for n, varying in dims.items():
+        if varying:
+            yield _torch.mark_dynamic(tensors[n][0], sorted(varying))
 
 
 def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ from dynaflow import _torch
 from dynaflow.capture import higher_order
 from dynaflow.capture.alignment import Merged, Place, dim_in
 from dynaflow.capture.alike import Apart, Call, Told
-from dynaflow.capture.batch_numbers import BatchNumbers, evaluated
+from dynaflow.capture.batch_numbers import BatchNumbers, evaluated, with_other_sizes
 from dynaflow.capture.calls import RNG, Dims, dims_of, is_view, label, tensors_in, written_tensors
 from dynaflow.capture.graph import CapturedGraph, Shape
 from dynaflow.capture.rows import Refusal, follow_rows
@@ -149,7 +149,7 @@ def _clashes(
     return any(size and size % p == 0 for size in sizes for p in primes)
 
 
-def concrete(expr: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
+def concrete(expr: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> int:
     return int(expr.xreplace({s: sympy.Integer(values[s]) for s in expr.free_symbols if s in values}))
 
 
@@ -378,8 +378,12 @@ class _Run(fx.Interpreter):
         if size.is_Symbol:
             return True
         rows = 2 * prime
-        more = {s: n + 1 if n == rows else n for s, n in self.values.items()}
-        return concrete(size, self.values) * (rows + 1) == concrete(size, more) * rows
+        batch = frozenset(s for s, n in self.values.items() if n == rows)
+        for values in with_other_sizes(self.values, batch):
+            more = {**values, **dict.fromkeys(batch, rows + 1)}
+            if concrete(size, values) * (rows + 1) != concrete(size, more) * rows:
+                return False
+        return True
 
     def note_reshape(self, func: Any) -> None:
         line = source_line(self.node)

@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -81,7 +82,7 @@ class Passes:
         self._inputs = [fx.Graph().node_copy(node) for node in gm.graph.find_nodes(op="placeholder")]
         """Of the graph that Dynamo made, which goes."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
-        self._memory = _memory_of_results(gm)
+        self._memory = Memory.of(gm)
         self._forward: CapturedGraph | None = None
         self._stored: dict[str, fx.Node] = {}
         """What the forward pass stores in host memory, by the name that it has in both passes."""
@@ -195,19 +196,29 @@ class Passes:
         return ".".join((name, *attributes)), owned, reduce(lambda t, name: getattr(t, name, None), attributes, real)
 
 
-def _memory_of_results(gm: fx.GraphModule) -> list[int | None]:
-    """Equal numbers for results of a graph that share memory; None for what is no tensor."""
-    (output,) = gm.graph.find_nodes(op="output")
-    values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in output.args[0]]
-    return [
-        _torch.storage_id(v) if isinstance(v, torch.Tensor) and v.layout is torch.strided else None for v in values
-    ]
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Which tensors of a graph share memory in eager torch: equal numbers do. None for what is no tensor."""
+
+    given: frozenset[int | None]
+    results: tuple[int | None, ...]
+
+    @staticmethod
+    def of(gm: fx.GraphModule) -> Memory:
+        (output,) = gm.graph.find_nodes(op="output")
+        given = frozenset(map(_memory, gm.graph.find_nodes(op="placeholder")))
+        return Memory(given=given, results=tuple(map(_memory, output.args[0])))
 
 
-def _keep_apart(gm: fx.GraphModule, eager: Sequence[int | None]) -> None:
+def _memory(node: Any) -> int | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return _torch.storage_id(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def _keep_apart(gm: fx.GraphModule, eager: Memory) -> None:
     """Copies results that share memory with others, or with an input, only since a copy was left out: Inductor's front
     end (seen on 2.11 and 2.13) returns `x` for `x + 0`, and does not look for copies of what became a view by another
-    one's going, nor AOTAutograd for what becomes the same by `copy_`. `eager`: what the graph's results share.
+    one's going, nor AOTAutograd for what becomes the same by `copy_`.
     """
     (output,) = gm.graph.find_nodes(op="output")
     results, fresh, first = list(output.args[0]), set(_torch.fresh_results()), _torch.first_result()
@@ -217,11 +228,13 @@ def _keep_apart(gm: fx.GraphModule, eager: Sequence[int | None]) -> None:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             continue
-        own = eager[i - first] if first <= i < first + len(eager) else None
+        own = eager.results[i - first] if first <= i < first + len(eager.results) else None
         made_of, storage = base(node), _torch.storage_id(value)  # the example is from before that
         other, others = memory.setdefault(made_of, (storage, own))
         apart = other != storage if own is None or others is None else others != own
-        if apart or (i in fresh and made_of.op == "placeholder"):
+        if made_of.op == "placeholder" and i in fresh:  # items of `unbind`, which are views, count as fresh
+            apart |= own not in eager.given if own is not None else _is_written(made_of)
+        if apart:
             key = node, storage if own is None else own  # a tensor that is returned twice is copied once
             if key not in copies:
                 with gm.graph.inserting_after(node):

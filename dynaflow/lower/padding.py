@@ -96,8 +96,15 @@ class Padding:
         """Calls it with the arguments padded, and returns what it would have made of them as they were."""
         given = {r.input: args[r.input] for r in self._graph.results if r.input is not None}
         self._pad(args, batch)
-        pairs = zip(run(args), self._graph.results, strict=True)
-        return tuple(self._cut(found, result, given, batch) for found, result in pairs)
+        results = run(args)
+        made: list[Any] = []
+        tensors: dict[int, Any] = {}
+        """Those that are cut already: one that is returned twice is one tensor."""
+        for found, result in zip(results, self._graph.results, strict=True):
+            made.append(tensors[id(found)] if id(found) in tensors else self._cut(found, result, given, batch))
+            if isinstance(found, torch.Tensor):
+                tensors[id(found)] = made[-1]
+        return tuple(made)
 
     def _pad(self, args: list[Any], batch: Batch) -> None:
         grown = {**batch.sizes, **dict.fromkeys(self._symbols, batch.padded)}

@@ -75,9 +75,8 @@ def _captured(graph: RandomGraph, backend: Callable[..., Any]) -> tuple[Any, Cal
     places = gm.graph.find_nodes(op="placeholder")
     for node in places:
         node.meta["example_value"] = fakes[node.name]
-    if any(given.view_of for given in graph.given):  # then the graph itself may run, beside its passes
-        with mode:
-            _Shown(gm).run(*[fakes[node.name] for node in places])
+    with mode:
+        _Shown(gm).run(*[fakes[node.name] for node in places])
     with tracing(TracingContext(mode)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*can't be traced")  # the examples of the nodes are not of this mode
         try:

@@ -132,6 +132,7 @@ ROW_BY_ROW: dict[str, Callable[[Tensor], Any]] = {
     "rows inside": lambda x: torch.stack([x, x * 2]),
     "rows last": lambda x: (x * 2).T.contiguous(),
     "rows inside, the same all along another dim": lambda x: (x * 2).T.contiguous().expand(3, -1, -1),
+    "one result twice, and equal numbers": lambda x: (lambda y: (y, y, x.shape[0] + 1, x.shape[0] // 4 + 7))(x * 2),
     "views of one another": lambda x: (lambda y: (y, y[:, :2], y.T))(x * 2),
     "the input": lambda x: (x, x * 2),
 }
@@ -147,8 +148,10 @@ def test_results_are_those_of_the_batch_as_it_was(name: str, split: int | None) 
             x = randn(rows, 4)
             found, expected = fast(x), model(x)
             assert_equal(found, expected)
-            for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+            leaves, others = tree_leaves(found), tree_leaves(expected)
+            for one, other in zip(leaves, others, strict=True):
                 if isinstance(other, Tensor):
+                    assert [one is leaf for leaf in leaves] == [other is leaf for leaf in others]
                     assert one.stride() == other.stride()
                     assert (one.data_ptr() == x.data_ptr()) == (other.data_ptr() == x.data_ptr())
     assert [plan.batch_size for plan in fast._engine.plans()] == [8]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dynaflow as df
 from tests.helpers import STACK_RULES, Each, Stack, compiled, randn
 
 RULES = [*STACK_RULES]
@@ -98,3 +99,20 @@ def test_a_counter_with_compiled_operators() -> None:
             assert fast(x, mine)[1] == model(x, other)[1]
             assert mine == other
     assert fast.stats.runs == 5
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_size_that_is_a_multiple_of_the_batch_for_some_lengths_alone(grad: bool) -> None:
+    """Of 8 x 3 x 4 elements every third is 4 for each row; of 4 x 7 x 4 it is not."""
+
+    def model(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return ((x * 2).reshape(-1)[::3] * w).tanh(), x.sin()
+
+    fast = compiled(lambda x, w: model(x, w), Each([df.SplitFunc("*")], split=2))
+    for rows, length in ((8, 6), (8, 3), (4, 7), (5, 7)):
+        x, w, same = randn(rows, length, 4), torch.ones((), requires_grad=grad), torch.ones((), requires_grad=grad)
+        found, expected = fast(x, w), model(x, same)
+        torch.testing.assert_close(found, expected)
+        if grad:
+            found[0].sum().backward(), expected[0].sum().backward()
+            torch.testing.assert_close(w.grad, same.grad)

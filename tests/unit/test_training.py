@@ -410,6 +410,24 @@ def test_a_result_that_equals_an_input_is_a_copy_of_it(more: Callable[[Tensor], 
     torch.testing.assert_close(other, y.sin())
 
 
+@pytest.mark.parametrize("take", [lambda results: results[0], lambda results: results[1]])
+def test_the_compiled_model_may_be_gone_when_backward_runs(take: Callable[[Any], Tensor]) -> None:
+    model, x = nn.Linear(4, 4), randn(6, 4)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = model(x)
+        return y.exp(), y.T
+
+    def loss(function: Callable[[Tensor], Any]) -> Tensor:
+        return take(function(x)).square().sum()
+
+    held = loss(compiled(both, Each(split=2)))
+    gc.collect()
+    expected = torch.autograd.grad(loss(both), list(model.parameters()))
+    for found, other in zip(torch.autograd.grad(held, list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(found, other)
+
+
 def test_a_result_that_is_a_copy_of_an_input_stays_when_that_is_written() -> None:
     def model(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         flat = x.flatten(0, 1)
