@@ -702,7 +702,8 @@ def compile_passes(
 def hold(value: Any, results: Sequence[Any]) -> None:
     """Keeps a value for as long as autograd may go back through results. Seen on 2.11 and 2.13."""
     for result in results:
-        if isinstance(result, torch.Tensor) and (node := result.grad_fn) is not None:
+        node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
+        if node is not None:
             node.metadata["dynaflow"] = value
 
 

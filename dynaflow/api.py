@@ -159,7 +159,8 @@ class CompiledModel(Face):
         self._df_note = _noting(engine.stats)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model. `facts={...}` goes to the scheduler, unless the model has such a parameter."""
+        """Calls the model. `facts={...}` goes to the scheduler, unless the model has a parameter of that name; one that
+        takes `**kwargs` does not get it."""
         if torch.compiler.is_dynamo_compiling():
             return self._df_inlined(args, kwargs)
         if self._df_hooks != _torch.Hooks.next_id or "facts" in kwargs:

@@ -173,9 +173,17 @@ def _first_multiple(tensor: torch.Tensor, prime: int) -> int | None:
 
 
 def _carried(tensor: torch.Tensor, prime: int, declared: int | None) -> int | None:
-    if declared is not None and tensor.shape[declared] % prime == 0:
-        return declared
-    return _first_multiple(tensor, prime)
+    known = declared is not None and tensor.shape[declared] % prime == 0
+    dim = declared if known else _first_multiple(tensor, prime)
+    return None if dim is not None and _is_tied(tensor, dim) else dim
+
+
+def _is_tied(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether another dim has the same stride, as in windows that overlap: which of the two is outermost in a result
+    depends on their sizes, so a part of the rows may be laid out otherwise than all of them."""
+    stride = tensor.stride(dim)
+    others = (s for d, s in enumerate(tensor.stride()) if d != dim and tensor.shape[d] > 1)
+    return stride != 0 and stride in others
 
 
 def _run(
@@ -507,7 +515,8 @@ class _Observer(_torch.TorchDispatchMode):
             found = follow(2 * prime, partial(_place, space=space))
             if isinstance(found, Refusal):
                 self.facts.refusals.setdefault(space, found.reason)
-                found = [*(_first_multiple(t, prime) for t in outs)]
+                # What was written in place has its rows where they were.
+                found = [_first_multiple(t, prime) if (p := _place(t, space)) is None else p for t in outs]
             for i, dim in enumerate(found):
                 dims[i][space] = dim
         for tensor, d in zip(outs, dims, strict=True):

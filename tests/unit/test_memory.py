@@ -858,3 +858,33 @@ def test_threads_that_call_one_model_at_once(lanes: int) -> None:
         thread.join()
     assert not wrong, wrong[0]
     assert fast.stats.arena_bytes > 0
+
+
+def test_windows_that_overlap() -> None:
+    """All rows of them are laid out row by row in what is made of them, and two rows column by column: `contiguous` is
+    a view of the one, and a copy of the other."""
+
+    def model(x: Tensor) -> Tensor:
+        y = x + x
+        z = y.contiguous()
+        z.add_(1)
+        y.mul_(2)
+        return -z
+
+    memory = randn(6)
+    windows = memory.as_strided((4, 3), (1, 1))
+    with torch.no_grad():
+        assert_equal(compiled(model, Each(split=[2, 1, 1]))(windows), model(windows))
+
+
+def test_a_result_of_a_write_that_runs_whole_has_its_rows_where_they_were() -> None:
+    """Behind another dim."""
+
+    def model(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        made = x.flatten(0, 1).add_(1).add_(y.shape[0]) * 1
+        made.contiguous().add_(1)
+        return made * 2, y.sin()
+
+    fast = compiled(model, Each([df.SplitFunc("sin"), df.SplitFunc("mul")], split=[1, 1]), batch_dims={"x": 1, "y": 0})
+    with torch.no_grad():
+        assert_equal(fast(randn(4, 2), randn(2, 4)), model(randn(4, 2), randn(2, 4)))

@@ -46,14 +46,6 @@ def mixing(b: Builder) -> Any:
     return b.call("index_select", x, d, index) if b.is_whole_batch(x, d) else None
 
 
-@step()
-def every_few(b: Builder) -> Any:
-    """Every few elements of all: for some lengths, but not for all, these are as many for each row."""
-    flat = b.call("reshape", b.main(lambda v: v.ndim > 1), -1)
-    made = b.call(operator.getitem, flat, (slice(None, None, b.dice.pick([2, 3, 5])),))
-    return b.call(operator.mul, made, b.constant())
-
-
 @step(2)
 def factory(b: Builder) -> Any:
     kind = b.dice.below(9)
