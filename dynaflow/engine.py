@@ -62,6 +62,7 @@ Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 PLANS_KEPT = 1024
 """Of each scheduler; then the oldest goes."""
+NOT_CAPTURED = "torch.compile captured nothing: it is turned off (TORCHDYNAMO_DISABLE), or there is nothing to compute"
 CHOICES = 8
 """How many schedulers may choose another one in a row."""
 CUTS_KEPT = 32
@@ -184,7 +185,7 @@ class Engine:
     def look_for_graphs(self) -> None:
         """After a first call: says why, if the model was not captured at all."""
         if not self.stats.graphs:
-            self.stats.plain_reasons.extend(_torch.breaks() - self._breaks)
+            self.stats.plain_reasons.extend(_torch.breaks() - self._breaks or [NOT_CAPTURED])
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""

@@ -641,3 +641,12 @@ def test_under_a_process_group_of_the_users() -> None:
             [sys.executable, "-c", textwrap.dedent(code), store], capture_output=True, text=True, check=False
         )
     assert done.stdout.strip().endswith("fine"), done.stderr
+
+
+def test_where_torch_compile_is_turned_off_the_stats_say_so() -> None:
+    model = nn.Linear(4, 4)
+    fast = df.compile(model)
+    with torch._dynamo.config.patch(disable=True), torch.no_grad():
+        torch.testing.assert_close(fast(torch.ones(4, 4)), model(torch.ones(4, 4)))
+    (reason,) = fast.stats.plain_reasons
+    assert "turned off" in reason
