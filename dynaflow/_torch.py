@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import threading
@@ -700,7 +701,7 @@ def compile_passes(
 
 
 def hold(value: Any, results: Sequence[Any]) -> None:
-    """Keeps a value for as long as autograd may go back through results. Seen on 2.11 and 2.13."""
+    """Keeps a value for as long as autograd may go back through results. Seen on 2.13."""
     for result in results:
         node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
         if node is not None:
@@ -930,8 +931,14 @@ def concrete_fake_mode() -> Iterator[Any]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with mode:
-        yield mode
+    log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+    quiet = lambda record: record.thread != thread  # noqa: E731
+    log.addFilter(quiet)  # the sizes are not the user's, and a call that fails with them is caught
+    try:
+        with mode:
+            yield mode
+    finally:
+        log.removeFilter(quiet)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

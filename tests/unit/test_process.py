@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import logging
 import subprocess
 import sys
 import tempfile
@@ -650,3 +651,18 @@ def test_where_torch_compile_is_turned_off_the_stats_say_so() -> None:
         torch.testing.assert_close(fast(torch.ones(4, 4)), model(torch.ones(4, 4)))
     (reason,) = fast.stats.plain_reasons
     assert "turned off" in reason
+
+
+def test_sizes_that_are_tried_out_are_not_logged() -> None:
+    """The cache has fewer rows than the batch that a graph is probed with."""
+    cache, records = torch.zeros(16, 4), []
+    handler, log = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
+    handler.emit = records.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        fast = compiled(lambda x: torch.cat([cache[: x.shape[0]], x], 1) * 2, Each(split=None))
+        with torch.no_grad():
+            fast(torch.ones(6, 4))
+    finally:
+        log.removeHandler(handler)
+    assert not records
