@@ -351,10 +351,12 @@ class _Run(fx.Interpreter):
             if shape is None:
                 raise Contradiction(f"{node.format_node()}: {e}") from e
             # Only the batch's probe size can be at fault: the same node ran when the graph was captured.
-            if any(s.free_symbols & set(self.values) for s in shape.size):
+            if any(s.free_symbols & set(self.values) for s in shape.size) or _is_view_when_captured(node):
                 raise Contradiction(f"{node.format_node()}: {e}") from e
             facts.value = _fake(shape, self.values)
-            facts.reads |= {self.number(t) for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)}
+            given = {self.number(t) for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)}
+            facts.reads |= given
+            facts.writes |= given  # for all that is known
             for space in range(len(self.primes)):
                 facts.refusals.setdefault(space, f"{node.target} could not be analysed ({type(e).__name__})")
             return False
@@ -538,6 +540,14 @@ _LOOPS = {"_to_copy", "embedding", "index", "_softmax", "mean", "sum", "native_l
           "max_pool2d_with_indices", "avg_pool2d"}  # fmt: skip
 _PRODUCTS = {"linear", "mm", "addmm", "bmm"}
 _COPIES = {"clone", "_to_copy", "copy", "copy_", "contiguous", "_reshape_copy", "lift_fresh_copy", "alias_copy"}
+
+
+def _is_view_when_captured(node: fx.Node) -> bool:
+    """Whether its result shared memory with what it was given."""
+    given = (t for a in node.all_input_nodes for t in tensors_in(a.meta.get("example_value")))
+    memory = {_torch.storage_id(t) for t in given if t.layout is torch.strided}
+    made = (t for t in tensors_in(node.meta.get("example_value")) if t.layout is torch.strided)
+    return any(_torch.storage_id(t) in memory for t in made)
 
 
 def _called(node: fx.Node) -> str:

@@ -511,3 +511,34 @@ def test_the_cost_of_a_declared_collective_is_that_of_one(teams: None) -> None:
 def test_only_operators_can_be_collectives() -> None:
     with pytest.raises(df.PartitionError, match=r"collective: .* is no operator"):
         df.collective(torch.relu, group="group")
+
+
+@torch.library.custom_op("dynaflow_tests::small", mutates_args=("state",))
+def small(state: Tensor, x: Tensor) -> Tensor:
+    state.add_(x.sum(0))
+    return x.sum(0)
+
+
+@small.register_fake
+def _(state: Tensor, x: Tensor) -> Tensor:
+    assert x.shape[0] < 100, "no batch is that large"
+    return torch.empty_like(state)
+
+
+def test_what_fails_in_the_probe_is_taken_to_write() -> None:
+    """Else whoever reads what it writes would not wait for it."""
+
+    def last_first(ctx: df.ScheduleContext) -> None:
+        while ops := ctx.get_ready_ops():
+            ctx.execute(ops[-1])
+
+    def model(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.dynaflow_tests.small(state, x), state.sin()
+
+    rules = [df.SplitFunc("*small"), df.SplitFunc("sin")]
+    fast = compiled(model, Scheduler(last_first, rules), batch_dims={"x": 0})
+    states = torch.ones(4), torch.ones(4)
+    with torch.no_grad():
+        for call, state in zip((fast, model), states, strict=True):
+            torch.testing.assert_close(call(state, torch.ones(6, 4))[1], torch.full((4,), 7.0).sin())
+    torch.testing.assert_close(*states)
