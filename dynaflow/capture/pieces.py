@@ -294,8 +294,13 @@ class Build:
         """
         facts, says = self.facts, "its rule says splittable=True, but"
         lost = self._lost_in(piece)
-        for n in filter(addresses_memory, piece.made):
-            return f"{says} {target_names(n)[0]} addresses memory directly, wherever the rows lie", source_line(n)
+        group = self.groups[piece.group]  # type: ignore[index]
+        for n in piece.made:
+            if addresses_memory(n):
+                return f"{says} {target_names(n)[0]} addresses memory directly, wherever the rows lie", source_line(n)
+            if facts[n].refusals and n not in group.nodes and not is_inside(n, group.claim.key):  # type: ignore[union-attr]
+                reason, line = next(iter(facts[n].refusals.values())), source_line(n)
+                return f"{says} it is given a view, made outside of its region, that mixes rows: {reason}", line
         for n in piece.reads:
             if facts[n].merged:
                 return f"{says} {n.name} goes in with the batch merged with another dim", source_line(n)

@@ -111,6 +111,9 @@ class Probe:
 
 def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> Probe:
     """Runs the graph on fake tensors, once, with sizes that give the batch away."""
+    for given in graph.inputs:
+        if given.shape is not None and _is_tied(given.shape):
+            raise Unschedulable(f"the input {given.name!r} is made of windows that overlap; pass a copy of it")
     failure: Exception | None = None
     # In pairs, the likeliest first: rare among sizes, and small enough for products of several.
     for first in range(0, len(PRIMES), 2):
@@ -173,17 +176,19 @@ def _first_multiple(tensor: torch.Tensor, prime: int) -> int | None:
 
 
 def _carried(tensor: torch.Tensor, prime: int, declared: int | None) -> int | None:
-    known = declared is not None and tensor.shape[declared] % prime == 0
-    dim = declared if known else _first_multiple(tensor, prime)
-    return None if dim is not None and _is_tied(tensor, dim) else dim
+    if declared is not None and tensor.shape[declared] % prime == 0:
+        return declared
+    return _first_multiple(tensor, prime)
 
 
-def _is_tied(tensor: torch.Tensor, dim: int) -> bool:
-    """Whether another dim has the same stride, as in windows that overlap: which of the two is outermost in a result
-    depends on their sizes, so a part of the rows may be laid out otherwise than all of them."""
-    stride = tensor.stride(dim)
-    others = (s for d, s in enumerate(tensor.stride()) if d != dim and tensor.shape[d] > 1)
-    return stride != 0 and stride in others
+def _is_tied(shape: Shape) -> bool:
+    """Whether a dim that varies has the stride of another one, as in windows that overlap: which of them is outermost
+    in a result depends on their sizes, so a part of the rows may be laid out otherwise than all of them."""
+    known: dict[sympy.Expr, list[sympy.Expr]] = {}
+    for size, stride in zip(shape.size, shape.stride, strict=True):
+        if size not in (0, 1) and stride != 0:
+            known.setdefault(stride, []).append(size)
+    return any(len(sizes) > 1 and any(size.free_symbols for size in sizes) for sizes in known.values())
 
 
 def _run(
@@ -307,10 +312,18 @@ class _Run(fx.Interpreter):
             self.looks[node] = looked_at | (inputs - self.given if facts.scalar else set())
         else:
             facts.reads |= looked_at
-        caller = _caller(node)
+        caller = self._caller(node)
         if self.facts[caller].writes and len(result) == 1:
             facts.returns = next((a for a in caller.all_input_nodes if _same(self.facts[a].value, result[0])), None)
         return facts.value
+
+    def _caller(self, node: fx.Node) -> fx.Node:
+        """The node that makes the results of which this one takes an item; else the node itself."""
+        while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            if isinstance(self.facts[node.args[0]].value, torch.Tensor):  # a view, and no item
+                break
+            node = node.args[0]
+        return node
 
     def _call_or_tell(self, node: fx.Node, facts: NodeFacts) -> None:
         """What is alike is called once: most of a model's layers are."""
@@ -554,13 +567,6 @@ def _called(node: fx.Node) -> str:
     """The name of what a node calls, without an overload's."""
     target: Any = node.target
     return target if isinstance(target, str) else getattr(target, "_opname", getattr(target, "__name__", ""))
-
-
-def _caller(node: fx.Node) -> fx.Node:
-    """The node that makes the result of which this one takes an item; else the node itself."""
-    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _name(func: Any) -> str:

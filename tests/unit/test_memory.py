@@ -888,3 +888,17 @@ def test_a_result_of_a_write_that_runs_whole_has_its_rows_where_they_were() -> N
     fast = compiled(model, Each([df.SplitFunc("sin"), df.SplitFunc("mul")], split=[1, 1]), batch_dims={"x": 1, "y": 0})
     with torch.no_grad():
         assert_equal(fast(randn(4, 2), randn(2, 4)), model(randn(4, 2), randn(2, 4)))
+
+
+def test_a_slice_of_what_was_written_is_a_view_of_it() -> None:
+    """Of half of an even batch the slice is all of it; of an odd one it is not."""
+
+    def model(x: Tensor) -> Tensor:
+        half = x.flip(1).chunk(2, 0)[0]
+        made = torch.where(half > 0, half, half)
+        return made.mul_(2)[: x.shape[0] // 2]
+
+    fast = compiled(lambda x: model(x), Each(split=None))
+    with torch.no_grad():
+        for rows in (8, 6, 5, 7):
+            assert_equal(fast(randn(rows, 4)), model(randn(rows, 4)))

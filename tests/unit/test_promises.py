@@ -242,3 +242,24 @@ def test_a_region_that_addresses_memory_runs_whole() -> None:
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
     assert "addresses memory" in (graph_of(fast).by_name["inner"].refusal or "")
+
+
+def test_a_view_that_a_region_is_given_is_not_promised() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return torch.tanh(x * scale)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Scaled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sin(x)
+            return self.inner(y, y[1]) * 2
+
+    model, x = Model(), randn(6, 4)
+    fast = compiled(model, Each([df.SplitModule("inner", splittable=True)], split=[4, 2]))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+    assert "outside of its region" in (graph_of(fast).by_name["inner"].refusal or "")
