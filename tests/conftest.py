@@ -34,3 +34,12 @@ def forgotten() -> Iterator[None]:
         dynamo.reset()
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which random cases were run: processes that run tests side by side show nothing of those that pass."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    if any(getattr(report, "nodeid", "").startswith("tests/fuzz") for report in reports):
+        from tests.fuzz.seeds import VARIABLE, first_case_of_commit
+
+        terminalreporter.write_line(f"random cases from {VARIABLE}={first_case_of_commit()} on")
