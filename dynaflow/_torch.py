@@ -695,9 +695,35 @@ def compile_passes(
         "backward_pass_autocast": "off",  # as where backward() is called
     }
     random = {"fallback_random": True} if native_random else {}
-    with torch._functorch.config.patch(options), torch._inductor.config.patch(random), _dual_levels_left():
+    with (
+        torch._functorch.config.patch(options),
+        torch._inductor.config.patch(random),
+        _dual_levels_left(),
+        _scalars_stay_inputs(gm),
+    ):
         made: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     return cast("Callable[..., Any]", made)
+
+
+@contextlib.contextmanager
+def _scalars_stay_inputs(gm: fx.GraphModule) -> Iterator[None]:
+    """Keeps AOTAutograd from asking Dynamo to trace again with the values of float64 scalars as constants. Dynamo, as it
+    drops such an input, also drops every call that writes to it. Scalars of which the graph takes the item are left to
+    them: those are Python floats. Seen on 2.11 and 2.13."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    names = set()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        item = getattr(node.meta.get("example_value"), "item_memo", None)
+        name = getattr(getattr(getattr(item, "node", None), "_expr", None), "name", None)
+        if name is not None and not any(user.target == "item" for user in node.users):
+            names.add(name)
+    names -= TensorifyState.force_specializations
+    TensorifyState.force_specializations |= names
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations -= names
 
 
 def hold(value: Any, results: Sequence[Any]) -> None:
@@ -944,6 +970,13 @@ def concrete_fake_mode() -> Iterator[Any]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of the storage behind a (fake) tensor, for as long as the tensor lives."""
     return tensor.untyped_storage()._cdata
+
+
+def view_at(like: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+    """A tensor that is to a storage what `like` is to its own, `offset` elements from its start. Seen on 2.11 and 2.13."""
+    made = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, offset, like.size(), like.stride())
+    made = made.conj() if like.is_conj() else made
+    return torch._neg_view(made) if like.is_neg() else made
 
 
 def opaque_type_name(kind: type) -> str:

@@ -221,7 +221,7 @@ class Engine:
         """What AOTAutograd makes of a graph: both passes of training, each with plans of its own; or one graph, in
         which the transforms of torch.func are what they come to."""
         strange = strange_parts(gm)
-        if training and self._clash(gm, strange):
+        if self._clash(gm, strange):
             if strange is not None:
                 return self._plain(gm, f"it has {strange}, and inputs that share memory")
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))

@@ -136,6 +136,5 @@ def _copy(args: Sequence[Any]) -> tuple[Any, ...]:
         key = _torch.storage_id(arg)
         if key not in storages:
             storages[key] = arg.untyped_storage().clone()
-        empty = torch.empty(0, dtype=arg.dtype, device=arg.device)
-        copies.append(empty.set_(storages[key], arg.storage_offset(), arg.size(), arg.stride()))
+        copies.append(_torch.view_at(arg, storages[key], arg.storage_offset()))
     return tuple(copies)

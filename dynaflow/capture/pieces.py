@@ -399,6 +399,14 @@ class Build:
         """It puts rows behind another dim, so a part of the rows is no view of a part of its argument, but a copy."""
         return node.target in _VIEWS and self.probe.is_merged(node)
 
+    def may_be_copied(self, node: fx.Node) -> bool:
+        """A view of rows that nobody can tell from a copy, since their memory is not written any more. Few rows may
+        lie in memory as no view can show: what copied all of them may have been a view of these."""
+        if node.target not in _VIEWS or any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
+            return False
+        later = any(self.last_write.get(s, -1) > self.position[node] for s in self._storages(node))
+        return not later and any(dim is not None for dim in self.probe.dims(node))
+
     def _fails_on_a_part(self, node: fx.Node) -> bool:
         """It does so as well, and would insist on a view."""
         copies = node.target in _VIEWS or target_names(node)[0] in _MAY_COPY
@@ -493,7 +501,7 @@ class _Piece:
         for a in node.all_input_nodes:
             self.get(a)
         copy = self.out.node_copy(node, lambda n: self.env[n])
-        if self.build._is_reshaped(node):
+        if self.build._is_reshaped(node) or (self.group is not None and self.build.may_be_copied(node)):
             copy.target = _VIEWS[node.target]
         copy.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
         return copy

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dynaflow import _torch, forks
+from dynaflow.capture.graph import span
 from dynaflow.run.streams import CaptureStreams, Turns, device_index
 from dynaflow.stats import Stats
 
@@ -34,6 +35,10 @@ USEFUL = 16
 
 PLACES = 4
 """Graphs that one function has: for inputs that are now here, now there, as caches of two threads are."""
+
+
+ALIGNED = 16
+"""Bytes of the largest element."""
 
 
 class CaptureError(Exception):
@@ -208,9 +213,10 @@ class _Graph:
         fixed = list(args)
         with torch.inference_mode(False), torch.no_grad():
             for i in moving:
-                fixed[i] = torch.empty_strided(
+                buffer = torch.empty_strided(
                     args[i].size(), args[i].stride(), dtype=args[i].dtype, device=args[i].device
                 )
+                fixed[i] = _torch.view_at(args[i], buffer.untyped_storage(), 0)
         self._moving, self._still = moving, still
         self._buffers = {i: fixed[i] for i in moving}
         self._copies = [_once(fixed[i]) for i in moving]
@@ -226,7 +232,10 @@ class _Graph:
         own = {_torch.storage_id(t): t.untyped_storage() for t, i in self._outputs if _is_own(t, i)}
         self._storages = list(own.values())
         self._users = [_torch.storage_users(s) for s in self._storages]
-        self._unsafe = {id(t) for t, i in self._outputs if _is_own(t, i) and any(t.data_ptr() in s for s in scratch)}
+        self._unsafe = {key for key, storage in own.items() if any(storage.data_ptr() in s for s in scratch)}
+        self._spans = {
+            key: _span([t for t, i in self._outputs if _is_own(t, i) and _torch.storage_id(t) == key]) for key in own
+        }
 
     def fits(self, args: Sequence[Any]) -> bool:
         return _torch.same_addresses(list(args), self._addresses, self._still)
@@ -240,17 +249,24 @@ class _Graph:
         self._graph.replay()
 
     def results(self, args: Sequence[Any], copy: bool) -> Any:
-        found = []
+        found: dict[int, Any] = {}  # by the output's id: a tensor that is returned twice is one tensor
+        copies: dict[int, torch.UntypedStorage] = {}
         for out, given in self._outputs:
+            if id(out) in found:
+                continue
             if not isinstance(out, torch.Tensor):
-                found.append(out)
-            elif given is not None:  # a look at an argument: at the caller's own
-                arg = args[given]
-                shift = out.storage_offset() - self._buffers.get(given, arg).storage_offset()
-                found.append(arg.as_strided(out.size(), out.stride(), arg.storage_offset() + shift))
+                found[id(out)] = out
+            elif given is not None:
+                found[id(out)] = _same_view(out, self._buffers.get(given, args[given]), args[given])
+            elif copy or _torch.storage_id(out) in self._unsafe:
+                key = _torch.storage_id(out)
+                first, last = self._spans[key]
+                if key not in copies:  # outputs that share memory go on sharing it
+                    copies[key] = _bytes(out)[first:last].clone().untyped_storage()
+                found[id(out)] = _torch.view_at(out, copies[key], out.storage_offset() - first // out.itemsize)
             else:
-                found.append(out.clone() if copy or id(out) in self._unsafe else out.detach())
-        return self._kind(found)
+                found[id(out)] = out.detach()
+        return self._kind(found[id(out)] for out, _ in self._outputs)
 
 
 def _record(
@@ -293,3 +309,24 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_own(leaf: Any, given: int | None) -> bool:
     return isinstance(leaf, torch.Tensor) and given is None
+
+
+def _same_view(out: torch.Tensor, given: torch.Tensor, arg: torch.Tensor) -> torch.Tensor:
+    """What an output is of the input that the graph was given, of the caller's own argument."""
+    shift = out.storage_offset() * out.itemsize - given.storage_offset() * given.itemsize
+    offset = (arg.storage_offset() * arg.itemsize + shift) // out.itemsize
+    if out.dtype == arg.dtype and out.is_conj() == arg.is_conj() and out.is_neg() == arg.is_neg():
+        return arg.as_strided(out.size(), out.stride(), offset)
+    return _torch.view_at(out, arg.untyped_storage(), offset)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that it is in."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+def _span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """The bytes of their memory from the first that they use to the last; from one at which elements of any kind can
+    start."""
+    first = min(t.storage_offset() * t.itemsize for t in tensors) // ALIGNED * ALIGNED
+    return first, max((t.storage_offset() + span(t.size(), t.stride())) * t.itemsize for t in tensors)

@@ -31,7 +31,7 @@ FORK_SECONDS = 60
 
 
 class Torchs(Exception):
-    """torch.compile can't do it either, or does the same wrong thing."""
+    """torch.compile can't do it either. (Where it does the wrong thing, we must not.)"""
 
 
 class Door:
@@ -72,10 +72,10 @@ class Door:
             raise Undefined(str(e)) from e
         try:
             _compare(expected, self._run(self.fast, self.model, sizes, seed, mode))
-        except df.DynaFlowError:
+        except (df.DynaFlowError, Mismatch):
             raise
         except Exception as e:
-            if self._is_torchs(sizes, seed, mode, e):
+            if self._is_torchs(sizes, seed, mode):
                 raise Torchs(str(e)) from e
             raise
 
@@ -99,16 +99,15 @@ class Door:
                 grads = _gradients(results, wanted)
         return Run({**memory, **{f"buffer {n}": b.clone() for n, b in enumerate(buffers)}}, results), grads
 
-    def _is_torchs(self, sizes: Sizes, seed: int, mode: str, error: Exception) -> bool:
-        """Whether plain torch.compile fails alike, on the plain model as it is after the call."""
+    def _is_torchs(self, sizes: Sizes, seed: int, mode: str) -> bool:
+        """Whether plain torch.compile fails, too, on the plain model as it is after the call."""
         torch._dynamo.reset()
         model = copied_model(self.plain)
         compiled = torch.compile(model, backend="aot_eager" if mode == "grad" else "eager", dynamic=True)
-        again = copied_model(self.plain)
         try:
-            _compare(self._run(again, again, sizes, seed, mode), self._run(compiled, model, sizes, seed, mode))
-        except Exception as e:
-            return isinstance(e, Mismatch) == isinstance(error, Mismatch)
+            self._run(compiled, model, sizes, seed, mode)
+        except Exception:
+            return True
         return False
 
     # What happens in between

@@ -11,7 +11,7 @@ from tests.fuzz.tally import Tally
 OURS = (PlanError, ScheduleError, VerifyError)
 """Schedulers of the generator make legal calls alone: what they make is legal, too."""
 
-EAGER = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+EAGER = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, ArithmeticError)
 """What eager may raise where a program means nothing. (A DynaFlowError is none of them.)"""
 
 
