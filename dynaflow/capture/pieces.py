@@ -275,6 +275,8 @@ class Build:
                 return f"{target_names(n)[0]} puts the rows behind another dim; use reshape", source_line(n)
             if self._may_copy(n):
                 return f"{target_names(n)[0]} may copy memory that is written, or not, as the rows fall", source_line(n)
+            if self.is_view_of_rows(n) and self.is_written_later(n) and self._comes_of_a_copy(n):
+                return f"{target_names(n)[0]} may fail on a single row, as it lies in memory", source_line(n)
         return None, None
 
     def _shared_state(self, piece: _Piece) -> tuple[str | None, str | None]:
@@ -399,13 +401,28 @@ class Build:
         """It puts rows behind another dim, so a part of the rows is no view of a part of its argument, but a copy."""
         return node.target in _VIEWS and self.probe.is_merged(node)
 
-    def may_be_copied(self, node: fx.Node) -> bool:
-        """A view of rows that nobody can tell from a copy, since their memory is not written any more. Few rows may
-        lie in memory as no view can show: what copied all of them may have been a view of these."""
+    def is_view_of_rows(self, node: fx.Node) -> bool:
+        """It insists on a view. A single row may lie in memory as no view can show: `reshape`, where it copies several
+        rows, may make a view of one."""
         if node.target not in _VIEWS or any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
             return False
-        later = any(self.last_write.get(s, -1) > self.position[node] for s in self._storages(node))
-        return not later and any(dim is not None for dim in self.probe.dims(node))
+        return any(dim is not None for dim in self.probe.dims(node))
+
+    def is_written_later(self, node: fx.Node) -> bool:
+        """If not, nobody can tell a view from a copy."""
+        return any(self.last_write.get(s, -1) > self.position[node] for s in self._storages(node))
+
+    def _comes_of_a_copy(self, node: fx.Node) -> bool:
+        """Whether a call that may copy or not has copied what it is made of."""
+        todo, seen = [node], {node}
+        while todo:
+            for n in todo.pop().all_input_nodes:
+                if n not in seen and n in self.facts:
+                    if target_names(n)[0] in _MAY_COPY and not self.facts[n].view:
+                        return True
+                    seen.add(n)
+                    todo.append(n)
+        return False
 
     def _fails_on_a_part(self, node: fx.Node) -> bool:
         """It does so as well, and would insist on a view."""
@@ -501,7 +518,8 @@ class _Piece:
         for a in node.all_input_nodes:
             self.get(a)
         copy = self.out.node_copy(node, lambda n: self.env[n])
-        if self.build._is_reshaped(node) or (self.group is not None and self.build.may_be_copied(node)):
+        build, part = self.build, self.group is not None
+        if build._is_reshaped(node) or (part and build.is_view_of_rows(node) and not build.is_written_later(node)):
             copy.target = _VIEWS[node.target]
         copy.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
         return copy

@@ -340,6 +340,25 @@ def test_expanded_inputs_are_copied_in():
     assert fast.stats.graph_replays == 4
 
 
+@pytest.mark.parametrize("scheduler", [df.Sequential(), Lanes((), 2, 2)], ids=["sequential", "lanes"])
+def test_results_share_memory_as_eager_ones_do(scheduler):
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.relu(x)
+        return y, y.t(), torch.view_as_real(x), torch.cat((y, y), 1)
+
+    fast = df.compile(model, scheduler, cudagraph="plan")
+    with torch.no_grad():
+        held = []
+        for i in range(8):  # all are held, so that they are copied in the end
+            x = torch.complex(rows(i), rows(i + 50))
+            held.append((model(x), fast(x)))
+        for expected, found in held:
+            torch.testing.assert_close(found, expected)
+            assert found[0].data_ptr() == found[1].data_ptr() and found[2].data_ptr() == expected[2].data_ptr()
+            assert len({t.data_ptr() for t in found}) == 3
+    assert fast.stats.graph_replays
+
+
 def test_inputs_that_always_move_end_the_captures():
     model = block()
     fast = df.compile(model, Lanes(CUTS, 2, 2), cudagraph="plan", static_inputs=["x"])

@@ -666,3 +666,22 @@ def test_a_promise_holds_for_the_whole_region_only() -> None:
     assert parts_of(plan, "experts") == [(0,), (1,)]
     fast, plan = run_both(AroundSorted(), (randn(6, 8),), Each([declared, df.SplitFunc(torch.flip)]), verify=True)
     assert all(op.refusal for op in graph_of(fast).ops if op.name.startswith("experts"))
+
+
+@pytest.mark.parametrize("way", ["view", "view_as", "written"])
+def test_a_row_that_lies_in_memory_as_no_view_can_show(way: str) -> None:
+    """`reshape` copies several rows, and of one makes a view."""
+
+    def model(x: Tensor) -> Tensor:
+        y = torch.sin(x).reshape(x.shape[0] * 4, 2)
+        y = y * y
+        z = y.view_as(torch.empty(x.shape[0] * 8)) if way == "view_as" else y.view(-1)
+        return z.mul_(2) if way == "written" else z + 1
+
+    x = randn(3, 2, 4).transpose(1, 2)
+    fast = compiled(model, Each(split=[2, 1]))
+    if way == "written":  # eager refuses that row, too
+        with pytest.raises(df.SplitError, match="view may fail on a single row"):
+            fast(x)
+    else:
+        assert_equal(fast(x), model(x))

@@ -12,7 +12,7 @@ import dynaflow as df
 from dynaflow.run import graphs
 from dynaflow.run.graphs import GraphPool, _once
 from dynaflow.stats import Stats
-from tests.helpers import Each, compiled, pretend_graphs, randn
+from tests.helpers import Each, assert_equal, compiled, pretend_graphs, randn
 
 
 class Captured:
@@ -101,3 +101,40 @@ def test_no_effect_on_a_cpu(mode: Any) -> None:
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(df.DynaFlowError, match="cudagraph='always'"):
         df.compile(nn.Linear(4, 4), cudagraph="always")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_results_share_memory_as_they_do_in_the_graph(copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(args: list[Any]) -> tuple[Any, ...]:
+        (x,) = args
+        made = torch.arange(24.0).reshape(4, 6)
+        complex = torch.view_as_complex(made.unflatten(1, (3, 2)))
+        of_input = torch.view_as_real(x)[2:], x[1:].conj(), x[:, 1]
+        return made[1:, 2:], made.t()[3], complex, made[0:0], torch.ones(3).expand(2, 3), *of_input, 7
+
+    monkeypatch.setattr(graphs, "_record", lambda graph, function, args, stream, pool: function(args))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    one, other = (torch.complex(randn(9, 4), randn(4, 9).t())[i : i + 5] for i in (1, 3))
+    graph = graphs._Graph(function, [one], [0], [], None, None, [])  # type: ignore[arg-type]
+    expected, found = function([other]), graph.results([other], copy)
+    assert_equal(found, expected)
+    for results in (expected, found):
+        assert [t.data_ptr() == results[0].data_ptr() - 32 for t in results[2:3]] == [True]
+        assert results[0].untyped_storage().data_ptr() == results[1].untyped_storage().data_ptr()
+    assert [t.data_ptr() for t in found[5:8]] == [t.data_ptr() for t in expected[5:8]]
+    again = graph.results([other], copy)
+    assert (again[0].data_ptr() == found[0].data_ptr()) is not copy
+    assert all(t is not u for t, u in zip(found[:3], again[:3], strict=True))
+
+
+def test_a_result_that_comes_twice_is_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(args: list[Any]) -> tuple[Any, ...]:
+        y = args[0] + 1
+        return y, y
+
+    monkeypatch.setattr(graphs, "_record", lambda graph, function, args, stream, pool: function(args))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    graph = graphs._Graph(function, [randn(3)], [0], [], None, None, [])  # type: ignore[arg-type]
+    for copy in (False, True):
+        one, other = graph.results([randn(3)], copy)
+        assert one is other

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.capture.sharing import Place, Sharing, _meets_other_rows, overlap, overlaps_itself
-from tests.helpers import Each, Scheduler, assert_equal, compiled, uneven
+from tests.helpers import Each, Scheduler, assert_equal, compiled, randn, uneven
 
 
 def drawn(dice: random.Random) -> Place:
@@ -399,4 +399,22 @@ def test_transforms_of_inputs_that_share_memory(first: str) -> None:
             (grad,) = torch.autograd.grad(result.sum(), w)
             found.append((result, grad, t))
         assert_equal(*found)
+    assert any("transforms of torch.func" in reason for reason in fast.stats.plain_reasons)
+
+
+def test_transforms_of_inputs_that_share_memory_elsewhere() -> None:
+    """Without gradients; AOTAutograd would take the place of one in the other's memory for a constant."""
+
+    def model(x: Tensor, t: Tensor, row: Tensor) -> Tensor:
+        row.mul_(2)
+        return torch.func.vmap(lambda y: y.sin() * y.sum())(x) + t.mean(0)
+
+    fast = compiled(model, Each(split=2))
+    with torch.no_grad():
+        for size in (4, 4, 6, 8):
+            found = []
+            for call in (model, fast):
+                t = memory(size, 8)
+                found.append((call(randn(size, 8), t, t[-1]), t))
+            assert_equal(*found)
     assert any("transforms of torch.func" in reason for reason in fast.stats.plain_reasons)

@@ -461,3 +461,21 @@ def test_results_share_memory_as_eager_ones_do(split: int | None) -> None:
     places = [[t.untyped_storage().data_ptr() for t in results] for results in (found, expected)]
     shared = [[[a == b for a in group] for b in group] for group in places]
     assert shared[0] == shared[1]
+
+
+@pytest.mark.parametrize("split", [None, 2])
+def test_writes_to_float64_scalars(split: int | None) -> None:
+    """torch 2.13 itself loses them: AOTAutograd has Dynamo trace again with the scalar's value as a constant."""
+
+    def model(x: Tensor, count: Tensor, factor: float, size: float) -> Tensor:
+        count.mul_(0.75)
+        return torch.tanh(x) * factor + torch.full((4,), size)
+
+    fast = compiled(model, Each(split=split))
+    for factor, size in ((2.0, 1.0), (3.0, 1.0), (4.0, 2.0), (5.0, 3.0)):
+        found = []
+        for call in (model, fast):
+            x, count = randn(6, 4).requires_grad_(), torch.tensor(2.0, dtype=torch.float64)
+            result = call(x, count, factor, size)
+            found.append((result, count, torch.autograd.grad(result.sum(), x)))
+        assert_equal(found[1], found[0])

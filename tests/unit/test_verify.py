@@ -291,3 +291,18 @@ def test_verify_with_inductor_and_a_sequential_plan() -> None:
     fast = df.compile(Tiny(), verify=True)
     assert_equal(fast(X), Tiny()(X))
     assert fast.stats.verified == 1
+
+
+def test_conjugates_are_copied_as_such() -> None:
+    """The backward pass is given one."""
+
+    def model(x: Tensor) -> Tensor:
+        y = x @ x.mT
+        return torch.tanh(y) * y.sum(-1, keepdim=True)
+
+    fast = compiled(model, Each(split=2), verify=True)
+    x = torch.complex(randn(4, 3, 2), randn(4, 2, 3).mT).requires_grad_()
+    with torch.enable_grad():
+        found, expected = (torch.autograd.grad(call(x).abs().sum(), x) for call in (fast, model))
+    assert_equal(found, expected)
+    assert fast.stats.verified == 2
