@@ -707,8 +707,8 @@ def compile_passes(
 
 @contextlib.contextmanager
 def _scalars_stay_inputs(gm: fx.GraphModule) -> Iterator[None]:
-    """Keeps AOTAutograd from asking Dynamo to trace again with the values of float64 scalars as constants. Dynamo, as it
-    drops such an input, also drops every call that writes to it. Scalars of which the graph takes the item are left to
+    """Keeps AOTAutograd from asking Dynamo to trace again with the values of float64 scalars as constants: Dynamo then
+    drops every call that writes to such an input along with it. Scalars of which the graph takes the item are left to
     them: those are Python floats. Seen on 2.11 and 2.13."""
     from torch._dynamo.symbolic_convert import TensorifyState
 
@@ -973,7 +973,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def view_at(like: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-    """A tensor that is to a storage what `like` is to its own, `offset` elements from its start. Seen on 2.11 and 2.13."""
+    """A tensor that is to a storage what `like` is to its own, `offset` elements from its start."""
     made = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, offset, like.size(), like.stride())
     made = made.conj() if like.is_conj() else made
     return torch._neg_view(made) if like.is_neg() else made

@@ -263,7 +263,7 @@ class _Graph:
                 first, last = self._spans[key]
                 if key not in copies:  # outputs that share memory go on sharing it
                     copies[key] = _bytes(out)[first:last].clone().untyped_storage()
-                found[id(out)] = _torch.view_at(out, copies[key], out.storage_offset() - first // out.itemsize)
+                found[id(out)] = _torch.view_at(out, copies[key], int(out.storage_offset()) - first // out.itemsize)
             else:
                 found[id(out)] = out.detach()
         return self._kind(found[id(out)] for out, _ in self._outputs)
@@ -322,11 +322,11 @@ def _same_view(out: torch.Tensor, given: torch.Tensor, arg: torch.Tensor) -> tor
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All of the memory that it is in."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
     """The bytes of their memory from the first that they use to the last; from one at which elements of any kind can
     start."""
-    first = min(t.storage_offset() * t.itemsize for t in tensors) // ALIGNED * ALIGNED
-    return first, max((t.storage_offset() + span(t.size(), t.stride())) * t.itemsize for t in tensors)
+    first = min(int(t.storage_offset()) * t.itemsize for t in tensors) // ALIGNED * ALIGNED
+    return first, max((int(t.storage_offset()) + span(t.size(), t.stride())) * t.itemsize for t in tensors)

@@ -291,8 +291,9 @@ def _draw_event(program: Program, dice: Dice) -> str:
     if isinstance(program.model, nn.Module):
         known += _OF_MODULES * 2
         known += ["pickle"] if type(program.model).__module__ == "tests.fuzz.library" else []
-    # Levels of forward-mode AD are numbered by a global of torch's, which threads change for each other.
-    known += ["fork"] if "by_jvp" in str(program) else ["threads", "fork"]
+    # Threads change for each other what a model writes, and torch's own number of levels of forward-mode AD.
+    shared = isinstance(program.model, nn.Module) and any(True for _ in program.model.buffers())
+    known += ["fork"] if shared or "by_jvp" in str(program) else ["threads", "fork"]
     return dice.pick(known)
 
 

@@ -178,14 +178,3 @@ def _convolved(dice: Dice) -> Entry:
 def _bagged(dice: Dice) -> Entry:
     inputs = [Input(name="ids", sizes=(B, Size(3)), dtype=torch.int64)]
     return Entry(model=Bagged(WIDTH), inputs=inputs, batch_dims={"ids": 0})
-
-
-_MAKERS: list[Callable[[Dice], Entry]] = [
-    _residual,
-    _recurrent,
-    _attention,
-    _standardised,
-    _convolved,
-    _bagged,
-    _encoder,
-]

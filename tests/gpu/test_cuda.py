@@ -265,3 +265,23 @@ def test_a_forked_child_gets_an_error():
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
         assert gap(model(x), fast(x)) <= 1e-5
+
+
+@pytest.mark.parametrize("split", [[1, 4, 2], [3, 4], 7])
+def test_opt_in_uneven_parts(split):
+    """Its layers work on [rows * tokens, width]. Inductor of torch 2.11 asserts where a size is known by a multiple
+    alone."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32, use_cache=False,
+    )  # fmt: skip
+    model = OPTForCausalLM(config).eval().cuda()
+    fast = df.compile(model, Lanes([("*.self_attn", "attention"), ("*.fc1", "mlp")], 2, split))
+    with torch.no_grad():
+        for rows, tokens in ((7, 12), (7, 9), (7, 12)):
+            ids = torch.arange(rows * tokens, device="cuda").reshape(rows, tokens) % 64
+            assert gap(model(input_ids=ids), fast(input_ids=ids)) <= 1e-5
+    assert not fast.stats.compile_failures and fast.stats.operators_compiled
