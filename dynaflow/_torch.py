@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 import types
 from collections import Counter
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import prod
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import sympy
 import torch
@@ -52,6 +53,8 @@ Boxed = Callable[[list[Any]], Any]
 """A function that gets its arguments in a list and empties it: nobody else holds them, so each goes after its last
 use."""
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def annotate(annotation: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Puts `annotation` into meta["custom"] of the nodes that Dynamo traces inside it."""
@@ -67,6 +70,15 @@ def constant_in_trace(function: Callable[[], Any]) -> Callable[[], Any]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def never_a_frame(function: F) -> F:
+    """Dynamo traces the function where another one that it traces calls it, but does not compile it by itself."""
+    _NEVER_FRAMES.append(function.__code__)
+    return function
+
+
+_NEVER_FRAMES: list[types.CodeType] = []
 
 
 def hooks_of(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
@@ -108,6 +120,9 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
     for function, traced_instead in _MASKS.items():
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced_instead)
     _leave_mapped_functions_alone()
+    _break_where_shapes_change()
+    for code in _NEVER_FRAMES:
+        torch._dynamo.eval_frame.skip_code(code)
 
 
 def _leave_mapped_functions_alone() -> None:
@@ -126,6 +141,36 @@ def _leave_mapped_functions_alone() -> None:
         return usual(self, tx, args, kwargs)
 
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+
+
+_SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+"""Calls that change the shape of the tensor that they are given."""
+
+
+def _break_where_shapes_change() -> None:
+    """Breaks the graph at such calls: Dynamo goes on with the shape that the tensor had before, in Python code that
+    looks at it. Seen on 2.11 and 2.13."""
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    method, function = TensorVariable.call_method, TorchInGraphFunctionVariable.call_function
+
+    def check(tx: Any, name: str) -> None:
+        if name in _SHAPE_CHANGES and _is_ours(tx.output.compiler_fn):
+            why = {"msg": VariableTracker.build(tx, f"{name} changes a tensor's shape in place")}
+            VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], why)
+
+    def call_method(self: Any, tx: Any, name: str, *args: Any) -> Any:
+        check(tx, name)
+        return method(self, tx, name, *args)
+
+    def call_function(self: Any, tx: Any, *args: Any) -> Any:
+        check(tx, str(getattr(self.value, "_opname", None) or getattr(self.value, "__name__", "")))
+        return function(self, tx, *args)
+
+    TensorVariable.call_method = call_method  # type: ignore[method-assign, assignment]
+    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign, assignment]
 
 
 def _same_again(function: Any) -> Callable[..., Any]:
@@ -724,6 +769,18 @@ def _scalars_stay_inputs(gm: fx.GraphModule) -> Iterator[None]:
         yield
     finally:
         TensorifyState.force_specializations -= names
+
+
+def waits_for_a_trace(error: RuntimeError, given: Any) -> bool:
+    """Whether a compiled function refused a call only since another thread traced something at the time. Then it waits
+    until that is over. Seen on 2.11 and 2.13, where the mark of a trace is one for all threads."""
+    if "FX to symbolically trace" not in str(error) or torch._C._len_torch_dispatch_stack():
+        return False
+    if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(given)):
+        return False
+    while fx._symbolic_trace.is_fx_symbolic_tracing():
+        time.sleep(0.001)
+    return True
 
 
 def hold(value: Any, results: Sequence[Any]) -> None:

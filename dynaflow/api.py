@@ -167,9 +167,13 @@ class CompiledModel(Face):
             return self._df_scheduled(args, kwargs) if self._df_forward is None else self._df_forward(*args, **kwargs)
         try:
             return self._df_latest(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as e:
+            if not _torch.waits_for_a_trace(e, (args, kwargs)):
+                raise
         finally:
             if marks.undo:  # a capture failed half-way
                 take_marks_back()
+        return self(*args, **kwargs)
 
     def _df_inlined(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """What Dynamo traces inside of another compiled model, whose backend or scheduler decides."""
@@ -197,6 +201,10 @@ class CompiledModel(Face):
             except PlanReady:
                 call.captured = True
                 raise
+            except RuntimeError as e:
+                if not _torch.waits_for_a_trace(e, (args, kwargs)):
+                    raise
+                return self(*args, **kwargs)
             call.captured = True
             self._df_engine.look_for_graphs()
             if self._df_forward is None:

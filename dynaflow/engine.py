@@ -30,7 +30,7 @@ from dynaflow.capture.probe import Contradiction, Unschedulable, probe
 from dynaflow.capture.rules import SplitFunc, SplitModule
 from dynaflow.capture.sharing import Sharing, written_inputs
 from dynaflow.capture.training import (
-    Overwritten,
+    Mistraced,
     Passes,
     returns_gradients,
     strange_parts,
@@ -248,7 +248,7 @@ class Engine:
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
             return self._held(made) if training else made
         except Exception as e:
-            if ours and isinstance(ours[0], Overwritten):
+            if ours and isinstance(ours[0], Mistraced):
                 return self._plain(gm, str(ours[0]))
             if ours or _torch.is_restart(e):
                 raise

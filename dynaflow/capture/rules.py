@@ -115,6 +115,7 @@ def _check_flags(rule: Rule) -> None:
         )
 
 
+@_torch.never_a_frame  # by itself, where a graph breaks inside of a region: what it returns is for a trace alone
 def mark(name: str, *, tag: str | tuple[str, ...] = (), splittable: bool | None = None) -> Any:
     """Marks a region of model code as one operator: `with mark("router"):`, or `@mark("router")` on a function.
 

@@ -57,8 +57,8 @@ def _is_nested(node: fx.Node) -> bool:
     return isinstance(example, torch.Tensor) and example.is_nested
 
 
-class Overwritten(Exception):
-    """AOTAutograd (seen on 2.13) saves an input for the backward pass that the forward pass has written by then."""
+class Mistraced(Exception):
+    """AOTAutograd has made something else of the graph."""
 
 
 class Passes:
@@ -107,6 +107,7 @@ class Passes:
                 node.meta["nn_module_stack"] = _around(node)
         if not backward:
             self._check_saved(gm)
+            _check_together(gm, self._memory)
             _keep_apart(gm, self._memory)
         if self._at_least is not None and self._training:
             self._fetch(gm) if backward else self._store(gm, self._at_least)
@@ -137,8 +138,9 @@ class Passes:
                 continue
             made_of = base(node)
             if _is_written(made_of):
+                # AOTAutograd (seen on 2.13) saves what the forward pass has written by then.
                 name = input_name(_torch.graph_input(made_of)[0], self._parameters)
-                raise Overwritten(f"the backward pass needs the input {name!r} as it is before the model writes to it")
+                raise Mistraced(f"the backward pass needs the input {name!r} as it is before the model writes to it")
 
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
         """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
@@ -213,6 +215,22 @@ class Memory:
 def _memory(node: Any) -> int | None:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return _torch.storage_id(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
+    """Results that share memory in eager torch must do so here. AOTAutograd (seen on 2.13) copies what is a view by
+    nothing but its memory, as the parts of `unsafe_split` are."""
+    (output,) = gm.graph.find_nodes(op="output")
+    first, made_of = _torch.first_result(), dict[int, fx.Node]()
+    for i in _torch.fresh_results():
+        node, own = output.args[0][i], eager.results[i - first]
+        if own is None or not isinstance(node, fx.Node):
+            continue
+        memory = base(node)
+        shares_input = own in eager.given and memory.op != "placeholder"
+        if shares_input or made_of.setdefault(own, memory) is not memory:
+            other = "an input" if shares_input else "another"
+            raise Mistraced(f"result {i - first} shares memory with {other}, but is no view of it to torch")
 
 
 def _keep_apart(gm: fx.GraphModule, eager: Memory) -> None:

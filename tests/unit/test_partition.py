@@ -11,7 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dynaflow as df
-from tests.helpers import STACK_RULES, Block, Each, Stack, assert_equal, compiled, graph_of, names, run_both, whole
+from tests.helpers import (
+    STACK_RULES,
+    Block,
+    Each,
+    Stack,
+    assert_equal,
+    compiled,
+    graph_of,
+    names,
+    randn,
+    run_both,
+    whole,
+)
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -540,3 +552,23 @@ def test_rule_without_match_names_the_nearest(rule: Any, near: str) -> None:
 def test_one_unmatched_rule_among_good_ones() -> None:
     with pytest.raises(df.PartitionError, match="nowhere"):
         cut(Stack(), [*STACK_RULES, df.SplitModule("nowhere.*")])
+
+
+@pytest.mark.parametrize("breaks", ["print", "shape"])
+def test_a_graph_that_breaks_inside_of_a_marked_region(breaks: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        with df.mark("a"), df.mark("b"):
+            y = x.sin()
+            if breaks == "shape":
+                y.unsqueeze_(1)
+            else:
+                print(end="")
+            y = y.cos()
+        return y * 2
+
+    torch._dynamo.reset()
+    fast = compiled(model, Each())
+    for _ in range(2):
+        assert_equal(fast(randn(6, 4)), model(randn(6, 4)))
+    (reason,) = fast.stats.plain_reasons
+    assert "not captured" in reason

@@ -666,3 +666,28 @@ def test_sizes_that_are_tried_out_are_not_logged() -> None:
     finally:
         log.removeHandler(handler)
     assert not records
+
+
+def test_a_call_while_another_thread_traces() -> None:
+    """torch has one mark of a trace for all threads."""
+    fast = compiled(nn.ReLU(), df.Sequential())
+    x = randn(4, 4)
+    inside, done = threading.Event(), threading.Event()
+
+    def traced(y: Any) -> Any:
+        inside.set()
+        done.wait(1.0)
+        return y + 1
+
+    def trace() -> None:
+        torch.fx.symbolic_trace(traced)
+
+    for _ in range(3):  # the first call, and others
+        inside.clear()
+        done.clear()
+        thread = threading.Thread(target=trace)
+        thread.start()
+        inside.wait()
+        assert torch.equal(fast(x), x.relu())
+        done.set()
+        thread.join()

@@ -479,3 +479,21 @@ def test_writes_to_float64_scalars(split: int | None) -> None:
             result = call(x, count, factor, size)
             found.append((result, count, torch.autograd.grad(result.sum(), x)))
         assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("of_input", [True, False])
+def test_results_that_are_views_by_their_memory_alone(of_input: bool) -> None:
+    """As the parts of `unsafe_split` are."""
+
+    def model(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        whole = y.add_(1) if of_input else (y + 1).mul_(2)
+        one, other = torch.unsafe_split(whole, 2, 1)
+        return x.sin(), one, other
+
+    fast = compiled(model, Each())
+    x, y, z = randn(6, 4).requires_grad_(), randn(6, 4), randn(6, 4)
+    found, expected = (y, *fast(x, y)), (z, *model(x, z))
+    assert_equal(found, expected)
+    places = [[t.untyped_storage().data_ptr() for t in results] for results in (found, expected)]
+    assert [[a == b for a in places[0]] for b in places[0]] == [[a == b for a in places[1]] for b in places[1]]
+    assert any("no view of it to torch" in reason for reason in fast.stats.plain_reasons) == of_input

@@ -94,6 +94,15 @@ def shape_of_given(x: Tensor) -> Tensor:
     return z.squeeze(0) + y
 
 
+def looks_at_its_shape(x: Tensor) -> Tensor:
+    """Python that looks at a shape that was changed in place."""
+    y = x.clone()
+    y.unsqueeze_(0).transpose_(0, y.dim() - 1)
+    z = y * (y.dim() + y.shape[0]) + y.shape[-1]
+    y.transpose_(0, -1).squeeze_(0)
+    return z.transpose(0, -1).squeeze(0) + y * y.dim()
+
+
 def scanned(x: Tensor) -> Tensor:
     return torch._higher_order_ops.associative_scan(operator.add, x, dim=0, combine_mode="generic")
 
@@ -126,6 +135,7 @@ _OTHERS: list[Callable[..., Tensor]] = [
     by_number,
     resized,
     shape_of_given,
+    looks_at_its_shape,
     scanned,
 ]
 
