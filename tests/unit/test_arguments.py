@@ -262,7 +262,10 @@ def test_what_is_asynchronous() -> None:
         async def __call__(self, x: Tensor) -> Tensor:
             return x + 1
 
-    for model in (function, generator, Module(), Callable()):
+    class Inherits(Callable):
+        pass
+
+    for model in (function, generator, Module(), Callable(), Inherits()):
         with pytest.raises(df.DynaFlowError, match="asynchronous") as caught:
             df.compile(model)
         assert caught.value.advice
