@@ -145,7 +145,7 @@ def function_of(model: Any) -> Callable[..., Any]:
 
 def is_async(model: Any) -> bool:
     """Whether a call returns something to be awaited, which torch.compile takes for the result."""
-    calls = (function_of(model), getattr(type(model), "__call__", None))
+    calls = (function_of(model), inspect.getattr_static(type(model), "__call__", None))
     return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
 
