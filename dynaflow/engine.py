@@ -272,10 +272,11 @@ class Engine:
         """Whether inputs of the call at hand share memory that the graph writes: its passes would not see that. What a
         graph with parts that can't be looked at writes is not known yet: it may be all."""
         given = [_torch.graph_input(node)[2] for node in gm.graph.find_nodes(op="placeholder")]
-        if not Sharing().find(given):
+        found = Sharing().find(given)
+        if not found:
             return False
-        if strange is not None:
-            return True
+        if strange is not None or any(overlap.one == overlap.other for overlap in found):
+            return True  # of an input that overlaps itself, AOTAutograd makes views that have other gradients
         graph = CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims)
         try:
             return bool(Sharing(written_inputs(graph, probe(graph, ()))).find(given))

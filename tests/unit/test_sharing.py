@@ -418,3 +418,21 @@ def test_transforms_of_inputs_that_share_memory_elsewhere() -> None:
                 found.append((call(randn(size, 8), t, t[-1]), t))
             assert_equal(*found)
     assert any("transforms of torch.func" in reason for reason in fast.stats.plain_reasons)
+
+
+def test_gradients_of_an_input_that_overlaps_itself() -> None:
+    """AOTAutograd would make its views anew by `as_strided`, which has other gradients."""
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.chunk(1)[0]
+        sin = y.sin()
+        return sin * 2, y.unfold(1, 2, 1), sin
+
+    fast = compiled(model, "sequential")
+    for rows in (8, 2, 5):
+        found = []
+        for call in (model, fast):
+            x = torch.arange(rows + 2.0).as_strided((rows, 3), (1, 1)).requires_grad_()
+            loss = sum((t * torch.arange(t.numel()).reshape(t.shape)).sum() for t in call(x))
+            found.append(torch.autograd.grad(loss, x))
+        assert_equal(*found)
