@@ -35,6 +35,7 @@ from dynaflow.capture.training import (
     returns_gradients,
     strange_parts,
     takes_nested,
+    views_returned,
     wants_gradients,
 )
 from dynaflow.capture.written import is_given
@@ -271,12 +272,16 @@ class Engine:
     def _clash(self, gm: fx.GraphModule, strange: str | None) -> bool:
         """Whether inputs of the call at hand share memory that the graph writes: its passes would not see that. What a
         graph with parts that can't be looked at writes is not known yet: it may be all."""
-        given = [_torch.graph_input(node)[2] for node in gm.graph.find_nodes(op="placeholder")]
+        nodes = gm.graph.find_nodes(op="placeholder")
+        given = [_torch.graph_input(node)[2] for node in nodes]
         found = Sharing().find(given)
         if not found:
             return False
-        if strange is not None or any(overlap.one == overlap.other for overlap in found):
-            return True  # of an input that overlaps itself, AOTAutograd makes views that have other gradients
+        returned = views_returned(gm)
+        # If it overlaps itself, AOTAutograd makes its views anew by calls that have other gradients.
+        windows = [o.one for o in found if o.one == o.other and given[o.one].requires_grad]
+        if strange is not None or any(nodes[i] in returned for i in windows):
+            return True
         graph = CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims)
         try:
             return bool(Sharing(written_inputs(graph, probe(graph, ()))).find(given))

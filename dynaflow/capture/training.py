@@ -212,6 +212,12 @@ class Memory:
         return Memory(given=given, results=tuple(map(_memory, output.args[0])))
 
 
+def views_returned(gm: fx.GraphModule) -> set[fx.Node]:
+    """The inputs that share memory with a result."""
+    returned = set(Memory.of(gm).results) - {None}
+    return {node for node in gm.graph.find_nodes(op="placeholder") if _memory(node) in returned}
+
+
 def _memory(node: Any) -> int | None:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return _torch.storage_id(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
