@@ -148,8 +148,9 @@ _SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "
 
 
 def _break_where_shapes_change() -> None:
-    """Breaks the graph at such calls: Dynamo goes on with the shape that the tensor had before, in Python code that
-    looks at it. Seen on 2.11 and 2.13."""
+    """Breaks the graph at such calls, and where `data` is set: Dynamo goes on with the shape that the tensor had, in
+    Python code that looks at it. Seen on 2.11 and 2.13."""
+    from torch._dynamo.variables import builtin
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -169,6 +170,16 @@ def _break_where_shapes_change() -> None:
         check(tx, str(getattr(self.value, "_opname", None) or getattr(self.value, "__name__", "")))
         return function(self, tx, *args)
 
+    kind: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # 2.13, and 2.11
+    setter = "_call_setattr" if hasattr(kind, "_call_setattr") else "call_setattr"
+    set_attribute = getattr(kind, setter)
+
+    def call_setattr(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        if isinstance(obj, TensorVariable) and name.is_python_constant() and name.as_python_constant() == "data":
+            check(tx, "set_")
+        return set_attribute(self, tx, obj, name, value)
+
+    setattr(kind, setter, call_setattr)
     TensorVariable.call_method = call_method  # type: ignore[method-assign, assignment]
     TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign, assignment]
 

@@ -35,6 +35,7 @@ from dynaflow.capture.training import (
     returns_gradients,
     strange_parts,
     takes_nested,
+    untraceable_views,
     views_returned,
     wants_gradients,
 )
@@ -226,6 +227,8 @@ class Engine:
             if strange is not None:
                 return self._plain(gm, f"it has {strange}, and inputs that share memory")
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
+        if (why := untraceable_views(gm)) is not None:
+            return self._plain(gm, why)
         passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates, training=training)
         native_random = not training and self.operators.mode == "eager"
         ours: list[Exception] = []

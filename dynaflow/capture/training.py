@@ -9,6 +9,7 @@ backward graph know the modules whose forward they belong to, so operators have 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -212,6 +213,56 @@ class Memory:
         return Memory(given=given, results=tuple(map(_memory, output.args[0])))
 
 
+def untraceable_views(gm: fx.GraphModule) -> str | None:
+    """Why AOTAutograd (seen on 2.11 and 2.13) would make something else of results that share memory, if it would. It
+    makes views anew from what they are views of, and mistakes what of it has gradients and where it starts."""
+    (output,) = gm.graph.find_nodes(op="output")
+    inputs: dict[int, list[torch.Tensor]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if (memory := _memory(node)) is not None:
+            inputs.setdefault(memory, []).append(node.meta["example_value"])
+    results: dict[int, list[torch.Tensor]] = {}
+    for node in output.args[0]:
+        if (memory := _memory(node)) is not None:
+            results.setdefault(memory, []).append(node.meta["example_value"])
+    for memory, views in results.items():
+        given = inputs.get(memory, [])
+        if memory in _viewed_without_gradients(gm):
+            return "a result shares memory with a view that was taken without gradients"
+        if len({t.requires_grad for t in (*views, *given)}) > 1:
+            return "results share memory with one another or with an input, and only some have gradients"
+        if any(t._version for t in given):
+            return "a result shares memory with an input that is written"
+        if any(t.is_conj() or t.is_neg() for t in given):
+            return "a result shares memory with an input that is a conjugate or negative view"
+        if any(map(_is_made_of_windows, views)):
+            return "a result is made of windows that overlap"
+    return None
+
+
+def _viewed_without_gradients(gm: fx.GraphModule) -> set[int | None]:
+    """The memory of views that were taken where gradients are off: they say that they have some, and have none."""
+    found, enabled = set[int | None](), True
+    for node in gm.graph.nodes:
+        if node.target is _torch.SET_GRAD:
+            enabled = bool(node.args[0])
+        elif not enabled and (memory := _memory(node)) is not None and node.meta["example_value"].requires_grad:
+            found.add(memory)
+    return found
+
+
+def _is_made_of_windows(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, other than by a stride of 0."""
+    reach = 0
+    sizes, strides = ([_torch.hinted(n) for n in ns] for ns in (tensor.size(), tensor.stride()))
+    for stride, n in sorted(zip(strides, sizes, strict=True)):
+        if n > 1 and stride:
+            if stride <= reach:
+                return True
+            reach += stride * (n - 1)
+    return False
+
+
 def views_returned(gm: fx.GraphModule) -> set[fx.Node]:
     """The inputs that share memory with a result."""
     returned = set(Memory.of(gm).results) - {None}
@@ -227,16 +278,21 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
     """Results that share memory in eager torch must do so here. AOTAutograd (seen on 2.13) copies what is a view by
     nothing but its memory, as the parts of `unsafe_split` are."""
     (output,) = gm.graph.find_nodes(op="output")
-    first, made_of = _torch.first_result(), dict[int, fx.Node]()
+    first, made_of = _torch.first_result(), dict[int, Any]()
     for i in _torch.fresh_results():
         node, own = output.args[0][i], eager.results[i - first]
         if own is None or not isinstance(node, fx.Node):
             continue
-        memory = base(node)
-        shares_input = own in eager.given and memory.op != "placeholder"
-        if shares_input or made_of.setdefault(own, memory) is not memory:
+        shares_input = own in eager.given and base(node).op != "placeholder"
+        if shares_input or made_of.setdefault(own, _made_of(node)) != _made_of(node):
             other = "an input" if shares_input else "another"
             raise Mistraced(f"result {i - first} shares memory with {other}, but is no view of it to torch")
+
+
+def _made_of(node: fx.Node) -> Any:
+    """What a node is a view of; of one of several results of a call, that result: equal calls are made once."""
+    found = base(node)
+    return (found.args[0], found.args[1]) if found.target is operator.getitem else found
 
 
 def _keep_apart(gm: fx.GraphModule, eager: Memory) -> None:
@@ -246,7 +302,7 @@ def _keep_apart(gm: fx.GraphModule, eager: Memory) -> None:
     """
     (output,) = gm.graph.find_nodes(op="output")
     results, fresh, first = list(output.args[0]), set(_torch.fresh_results()), _torch.first_result()
-    memory: dict[fx.Node, tuple[int, int | None]] = {}
+    memory: dict[Any, tuple[int, int | None]] = {}
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
     for i, node in list(enumerate(results[: _torch.returned_results()])):
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
@@ -254,7 +310,7 @@ def _keep_apart(gm: fx.GraphModule, eager: Memory) -> None:
             continue
         own = eager.results[i - first] if first <= i < first + len(eager.results) else None
         made_of, storage = base(node), _torch.storage_id(value)  # the example is from before that
-        other, others = memory.setdefault(made_of, (storage, own))
+        other, others = memory.setdefault(_made_of(node), (storage, own))
         apart = other != storage if own is None or others is None else others != own
         if made_of.op == "placeholder" and i in fresh:  # items of `unbind`, which are views, count as fresh
             apart |= own not in eager.given if own is not None else _is_written(made_of)

@@ -77,6 +77,8 @@ def _compare_tensors(name: str, e: torch.Tensor, f: Any, loosely: float) -> None
         raise Mismatch(f"{name} is {f!r} instead of {e!r}")
     if (e.shape, e.dtype, e.device) != (f.shape, f.dtype, f.device):
         raise Mismatch(f"{name} is {_kind(f)} instead of {_kind(e)}")
+    if e.requires_grad != f.requires_grad:
+        raise Mismatch(f"{name} {'has no gradient' if e.requires_grad else 'has a gradient'}")
     if not e.numel():
         return
     e, f = e.detach().resolve_conj().resolve_neg(), f.detach().resolve_conj().resolve_neg()

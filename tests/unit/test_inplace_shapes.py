@@ -54,6 +54,18 @@ def test_a_shape_changed_in_place(name: str, uneven: bool) -> None:
     assert fast.stats.graph_breaks
 
 
+@pytest.mark.parametrize("change", [lambda x: x.unsqueeze(1), lambda x: x[1:]], ids=["unsqueeze", "slice"])
+def test_data_of_another_shape(change: Callable[[Tensor], Tensor]) -> None:
+    def model(x: Tensor) -> Tensor:
+        x.data = change(x.data)
+        return x * x.dim() + x.shape[0]
+
+    fast = compiled(model, "sequential")
+    for _ in range(2):
+        given = randn(4, 2), randn(4, 2)
+        assert_equal((fast(given[0]), given[0]), (model(given[1]), given[1]))
+
+
 def test_a_shape_changed_inside_of_a_mapped_function() -> None:
     def model(x: Tensor) -> Tensor:
         return torch.vmap(lambda row: (row + 0).unsqueeze_(0) * 2)(x)

@@ -69,6 +69,23 @@ def without_gradient(x: Tensor) -> Tensor:
     return x * factor
 
 
+def detached(x: Tensor) -> Tensor:
+    return x.detach()
+
+
+def viewed_without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.transpose(0, -1)
+
+
+def conjugated(x: Tensor) -> Tensor:
+    return x.conj().flatten(0, 0)
+
+
+def one_of_several(x: Tensor) -> Tensor:
+    return torch.var_mean(x, -1)[1]
+
+
 def by_number(x: Tensor) -> Tensor:
     return x * float(x.detach().abs().mean().real)
 
@@ -136,6 +153,10 @@ _OTHERS: list[Callable[..., Tensor]] = [
     resized,
     shape_of_given,
     looks_at_its_shape,
+    detached,
+    viewed_without_gradient,
+    conjugated,
+    one_of_several,
     scanned,
 ]
 
