@@ -143,7 +143,7 @@ def _leave_mapped_functions_alone() -> None:
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
 
 
-_SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 """Calls that change the shape of the tensor that they are given."""
 
 
@@ -158,7 +158,7 @@ def _break_where_shapes_change() -> None:
     method, function = TensorVariable.call_method, TorchInGraphFunctionVariable.call_function
 
     def check(tx: Any, name: str) -> None:
-        if name in _SHAPE_CHANGES and _is_ours(tx.output.compiler_fn):
+        if name in SHAPE_CHANGES and _is_ours(tx.output.compiler_fn):
             why = {"msg": VariableTracker.build(tx, f"{name} changes a tensor's shape in place")}
             VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], why)
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.graph import BatchDims, CapturedGraph, Phase, copied, input_name
-from dynaflow.capture.rules import ORIGIN, module_stack
+from dynaflow.capture.rules import ORIGIN, module_stack, target_names
 from dynaflow.capture.updating import Updating, base
 from dynaflow.errors import DynaFlowError
 from dynaflow.updates import Updates
@@ -87,6 +87,8 @@ class Passes:
         self._forward: CapturedGraph | None = None
         self._stored: dict[str, fx.Node] = {}
         """What the forward pass stores in host memory, by the name that it has in both passes."""
+        self._fresh: list[int] = []
+        """Results of the forward pass that are views of nothing that anybody knows."""
         self._updating: Updating | None = None
         if updates is not None and training:
             real = [_torch.graph_input(node)[2] for node in self._inputs]
@@ -110,6 +112,9 @@ class Passes:
             self._check_saved(gm)
             _check_together(gm, self._memory)
             _keep_apart(gm, self._memory)
+            (output,) = gm.graph.find_nodes(op="output")
+            results = output.args[0]
+            self._fresh = [i for i in _torch.fresh_results() if _is_view_of_value(results[i])]
         if self._at_least is not None and self._training:
             self._fetch(gm) if backward else self._store(gm, self._at_least)
         if self._updating is not None:
@@ -130,7 +135,9 @@ class Passes:
 
     def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
         """What runs a pass, as AOTAutograd calls it."""
-        return self._updating.call(run) if backward and self._updating is not None else run
+        if backward:
+            return self._updating.call(run) if self._updating is not None else run
+        return _without_bases(run, self._fresh) if self._fresh else run
 
     def _check_saved(self, gm: fx.GraphModule) -> None:
         (output,) = gm.graph.find_nodes(op="output")
@@ -214,8 +221,12 @@ class Memory:
 
 
 def untraceable_views(gm: fx.GraphModule) -> str | None:
-    """Why AOTAutograd (seen on 2.11 and 2.13) would make something else of results that share memory, if it would. It
-    makes views anew from what they are views of, and mistakes what of it has gradients and where it starts."""
+    """Why AOTAutograd (seen on 2.11 and 2.13) would make something else of tensors that share memory, if it would. It
+    makes results that are views anew from what they are views of, and mistakes what of it has gradients and where it
+    starts."""
+    for node in gm.graph.nodes:
+        if node.op.startswith("call") and (name := target_names(node)[0]) in _torch.SHAPE_CHANGES:
+            return f"{name} changes a tensor's shape in place"
     (output,) = gm.graph.find_nodes(op="output")
     inputs: dict[int, list[torch.Tensor]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -271,7 +282,12 @@ def views_returned(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _memory(node: Any) -> int | None:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return _torch.storage_id(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    try:
+        return _torch.storage_id(value)
+    except NotImplementedError:  # inside of a transform of torch.func
+        return None
 
 
 def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
@@ -287,6 +303,22 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
         if shares_input or made_of.setdefault(own, _made_of(node)) != _made_of(node):
             other = "an input" if shares_input else "another"
             raise Mistraced(f"result {i - first} shares memory with {other}, but is no view of it to torch")
+
+
+def _is_view_of_value(node: Any) -> bool:
+    return isinstance(node, fx.Node) and base(node) is not node and base(node).op != "placeholder"
+
+
+def _without_bases(run: _torch.Boxed, places: Sequence[int]) -> _torch.Boxed:
+    """Results at these places are no views to autograd, which would keep the caller from writing to them."""
+
+    def call(args: list[Any]) -> Any:
+        results = list(run(args))
+        for i in places:
+            results[i] = results[i].data
+        return results
+
+    return call
 
 
 def _made_of(node: fx.Node) -> Any:

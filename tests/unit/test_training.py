@@ -554,3 +554,16 @@ def test_a_view_of_a_written_input_keeps_its_place() -> None:
     weight = torch.ones(4, 3, requires_grad=True)
     found, expected = (call(torch.arange(15.0).view(5, 3)[1:], weight) for call in (fast, model))
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("split", [None, 2])
+def test_results_may_be_written(split: int | None) -> None:
+    """Inductor's front end makes a view of a copy of this concatenation."""
+
+    def model(x: Tensor) -> Tensor:
+        return torch.cat([x, x], 1)
+
+    fast, x = compiled(model, Each(split=split)), randn(6, 4).requires_grad_()
+    result = fast(x)
+    result.mul_(3)
+    assert_equal(torch.autograd.grad(result.sum(), x), (torch.full((6, 4), 6.0),))
