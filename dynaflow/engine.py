@@ -250,7 +250,7 @@ class Engine:
         try:
             made = _torch.compile_passes(copied_graph(gm), example_inputs, make, native_random=native_random)
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
-            return self._held(made) if training else made
+            return self._held(made, passes.without_gradients()) if training else made
         except Exception as e:
             if ours and isinstance(ours[0], Mistraced):
                 return self._plain(gm, str(ours[0]))
@@ -291,13 +291,18 @@ class Engine:
         except (Contradiction, Unschedulable):  # it runs plainly in any case
             return True
 
-    def _held(self, passes: Callable[..., Any]) -> Callable[..., Any]:
-        """The passes; what is to run backward holds the engine, since the compiled model may be gone by then."""
+    def _held(self, passes: Callable[..., Any], without: list[int]) -> Callable[..., Any]:
+        """The passes; what is to run backward holds the engine, since the compiled model may be gone by then.
+
+        `without`: the places of results that have no gradients.
+        """
         engine_of = weakref.ref(self)
 
         def run(*args: Any) -> Any:
             results = passes(*args)
             _torch.hold(engine_of(), results)
+            if any(results[i].requires_grad for i in without):
+                results = [r.detach() if i in without else r for i, r in enumerate(results)]
             return results
 
         return run

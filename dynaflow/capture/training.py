@@ -88,7 +88,7 @@ class Passes:
         self._stored: dict[str, fx.Node] = {}
         """What the forward pass stores in host memory, by the name that it has in both passes."""
         self._fresh: list[int] = []
-        """Results of the forward pass that are views of nothing that anybody knows."""
+        """Results of the forward pass that are views of nothing that the caller knows."""
         self._updating: Updating | None = None
         if updates is not None and training:
             real = [_torch.graph_input(node)[2] for node in self._inputs]
@@ -114,7 +114,7 @@ class Passes:
             _keep_apart(gm, self._memory)
             (output,) = gm.graph.find_nodes(op="output")
             results = output.args[0]
-            self._fresh = [i for i in _torch.fresh_results() if _is_view_of_value(results[i])]
+            self._fresh = [i for i in _torch.fresh_results() if _is_made(results[i])]
         if self._at_least is not None and self._training:
             self._fetch(gm) if backward else self._store(gm, self._at_least)
         if self._updating is not None:
@@ -132,6 +132,10 @@ class Passes:
         if not backward:
             self._forward = graph
         return graph
+
+    def without_gradients(self) -> list[int]:
+        """The results that have none in eager torch. AOTAutograd gives some to copies of what has gradients later on."""
+        return [i for i, wanted in enumerate(self._memory.gradients) if wanted is False]
 
     def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
         """What runs a pass, as AOTAutograd calls it."""
@@ -212,12 +216,15 @@ class Memory:
 
     given: frozenset[int | None]
     results: tuple[int | None, ...]
+    gradients: tuple[bool | None, ...]
+    """Whether results have some. None for what can't."""
 
     @staticmethod
     def of(gm: fx.GraphModule) -> Memory:
         (output,) = gm.graph.find_nodes(op="output")
         given = frozenset(map(_memory, gm.graph.find_nodes(op="placeholder")))
-        return Memory(given=given, results=tuple(map(_memory, output.args[0])))
+        results = output.args[0]
+        return Memory(given=given, results=tuple(map(_memory, results)), gradients=tuple(map(_has_gradient, results)))
 
 
 def untraceable_views(gm: fx.GraphModule) -> str | None:
@@ -227,28 +234,35 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
     for node in gm.graph.nodes:
         if node.op.startswith("call") and (name := target_names(node)[0]) in _torch.SHAPE_CHANGES:
             return f"{name} changes a tensor's shape in place"
+        if node.op.startswith("call") and name in _SECRET_VIEWS:
+            return f"{name} makes views that torch does not take for such"
     (output,) = gm.graph.find_nodes(op="output")
     inputs: dict[int, list[torch.Tensor]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         if (memory := _memory(node)) is not None:
             inputs.setdefault(memory, []).append(node.meta["example_value"])
     results: dict[int, list[torch.Tensor]] = {}
-    for node in output.args[0]:
+    for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node)):
         if (memory := _memory(node)) is not None:
             results.setdefault(memory, []).append(node.meta["example_value"])
     for memory, views in results.items():
         given = inputs.get(memory, [])
+        if len(views) > 1:
+            return "results are views of one another"
         if memory in _viewed_without_gradients(gm):
             return "a result shares memory with a view that was taken without gradients"
         if len({t.requires_grad for t in (*views, *given)}) > 1:
-            return "results share memory with one another or with an input, and only some have gradients"
+            return "a result shares memory with an input, and only one has gradients"
         if any(t._version for t in given):
             return "a result shares memory with an input that is written"
-        if any(t.is_conj() or t.is_neg() for t in given):
-            return "a result shares memory with an input that is a conjugate or negative view"
+        if any(t.is_complex() or t.is_neg() for t in given):
+            return "a result shares memory with an input of complex numbers, or a part of them"
         if any(map(_is_made_of_windows, views)):
             return "a result is made of windows that overlap"
     return None
+
+
+_SECRET_VIEWS = {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
 
 def _viewed_without_gradients(gm: fx.GraphModule) -> set[int | None]:
@@ -280,6 +294,13 @@ def views_returned(gm: fx.GraphModule) -> set[fx.Node]:
     return {node for node in gm.graph.find_nodes(op="placeholder") if _memory(node) in returned}
 
 
+def _has_gradient(node: Any) -> bool | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return None
+    return value.requires_grad
+
+
 def _memory(node: Any) -> int | None:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -305,17 +326,21 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
             raise Mistraced(f"result {i - first} shares memory with {other}, but is no view of it to torch")
 
 
-def _is_view_of_value(node: Any) -> bool:
-    return isinstance(node, fx.Node) and base(node) is not node and base(node).op != "placeholder"
+def _is_made(node: Any) -> bool:
+    """Whether it is a tensor of the pass's own."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and base(node).op != "placeholder"
 
 
 def _without_bases(run: _torch.Boxed, places: Sequence[int]) -> _torch.Boxed:
-    """Results at these places are no views to autograd, which would keep the caller from writing to them."""
+    """Results at these places are no views to autograd, which would keep the caller from writing to them: what joins
+    the parts of a batch may well be one."""
 
     def call(args: list[Any]) -> Any:
         results = list(run(args))
         for i in places:
-            results[i] = results[i].data
+            if results[i]._is_view():
+                results[i] = results[i].data
         return results
 
     return call
