@@ -134,7 +134,7 @@ class Passes:
         return graph
 
     def without_gradients(self) -> list[int]:
-        """The results that have none in eager torch. AOTAutograd gives some to copies of what has gradients later on."""
+        """The results that have none in eager torch. AOTAutograd gives some to copies of what has some later on."""
         return [i for i, wanted in enumerate(self._memory.gradients) if wanted is False]
 
     def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
