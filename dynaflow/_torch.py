@@ -989,6 +989,15 @@ def fresh_results() -> list[int]:
     return [i for i, info in infos if info.output_type.name == "non_alias"]
 
 
+def bases_of_results() -> dict[int, int]:
+    """Which results of the forward graph that is being compiled are there for another one to be made of, as its view;
+    and for which. Seen on 2.11 and 2.13."""
+    infos = list(enumerate(_traced().output_info, first_result()))
+    kinds = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
+    views = [(i, info.base_idx) for i, info in infos if info.output_type.name in kinds]
+    return {first_result() + len(infos) + base: i for i, base in views}
+
+
 def written_inputs() -> frozenset[int]:
     """Which inputs of the graph whose passes are being compiled it writes. Seen on 2.13."""
     return frozenset(n for n, info in enumerate(_traced().input_info) if info.mutates_data)

@@ -247,12 +247,10 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             results.setdefault(memory, []).append(node.meta["example_value"])
     for memory, views in results.items():
         given = inputs.get(memory, [])
-        if len(views) > 1:
-            return "results are views of one another"
         if memory in _viewed_without_gradients(gm):
             return "a result shares memory with a view that was taken without gradients"
         if len({t.requires_grad for t in (*views, *given)}) > 1:
-            return "a result shares memory with an input, and only one has gradients"
+            return "results share memory with one another or with an input, and only some have gradients"
         if any(t._version for t in given):
             return "a result shares memory with an input that is written"
         if any(t.is_complex() or t.is_neg() for t in given):
@@ -359,13 +357,15 @@ def _keep_apart(gm: fx.GraphModule, eager: Memory) -> None:
     """
     (output,) = gm.graph.find_nodes(op="output")
     results, fresh, first = list(output.args[0]), set(_torch.fresh_results()), _torch.first_result()
+    bases = _torch.bases_of_results()
     memory: dict[Any, tuple[int, int | None]] = {}
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
     for i, node in list(enumerate(results[: _torch.returned_results()])):
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             continue
-        own = eager.results[i - first] if first <= i < first + len(eager.results) else None
+        seen = bases.get(i, i) - first  # of what AOTAutograd returns to make a result of it: that result
+        own = eager.results[seen] if 0 <= seen < len(eager.results) else None
         made_of, storage = base(node), _torch.storage_id(value)  # the example is from before that
         other, others = memory.setdefault(_made_of(node), (storage, own))
         apart = other != storage if own is None or others is None else others != own
