@@ -580,3 +580,19 @@ def test_a_copy_from_before_there_were_gradients_has_none() -> None:
         found.append(([r.requires_grad for r in results], results, grads))
     assert found[0][0] == found[1][0] == [False, True]
     assert_equal(found[1][1:], found[0][1:])
+
+
+def test_a_copy_is_apart_from_what_views_are_made_of() -> None:
+    """AOTAutograd leaves the copy out, and makes both views of what it returns as the copy."""
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        largest = x.topk(2, 1)[0]
+        column = largest[:, 1]
+        column.neg_()
+        column.add_(2)
+        return largest.clone(), column.unfold(0, 2, 2), column
+
+    fast, x = compiled(model, "sequential"), randn(6, 4).requires_grad_()
+    found, expected = fast(x), model(x)
+    assert_equal(found, expected)
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 2
