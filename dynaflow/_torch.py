@@ -719,13 +719,18 @@ def _boxed(call: Boxed) -> Boxed:
 
 
 def compile_passes(
-    gm: fx.GraphModule, inputs: Sequence[Any], make: Callable[[fx.GraphModule, bool], Boxed], *, native_random: bool
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    make: Callable[[fx.GraphModule, bool], Boxed],
+    *,
+    native_random: bool,
+    merge_calls: bool,
 ) -> Callable[..., Any]:
     """A graph that autograd can go back through: `make` gets the forward and the backward graph (True), as Inductor
     would get them, and returns what runs them. Where nothing wants a gradient there is one graph.
 
-    `native_random`: random numbers are drawn as torch draws them, not from Inductor's seeds. Seen to work on 2.11 and
-    2.13.
+    `native_random`: random numbers are drawn as torch draws them, not from Inductor's seeds. `merge_calls`: equal calls
+    become one. Seen to work on 2.11 and 2.13.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -748,6 +753,7 @@ def compile_passes(
 
     options = {
         "enable_autograd_cache": False,  # it keeps what Inductor makes, and nothing else
+        "cse": merge_calls,
         "backward_pass_autocast": "off",  # as where backward() is called
     }
     random = {"fallback_random": True} if native_random else {}

@@ -32,6 +32,7 @@ from dynaflow.capture.sharing import Sharing, written_inputs
 from dynaflow.capture.training import (
     Mistraced,
     Passes,
+    declares_regions,
     returns_gradients,
     strange_parts,
     takes_nested,
@@ -229,7 +230,9 @@ class Engine:
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
         if (why := untraceable_views(gm)) is not None:
             return self._plain(gm, why)
-        passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates, training=training)
+        merge_calls = not declares_regions(gm, self._rules_now())
+        passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates,
+                        training=training, merged_calls=merge_calls)  # fmt: skip
         native_random = not training and self.operators.mode == "eager"
         ours: list[Exception] = []
         written: set[int] = set()
@@ -248,7 +251,9 @@ class Engine:
                 raise
 
         try:
-            made = _torch.compile_passes(copied_graph(gm), example_inputs, make, native_random=native_random)
+            made = _torch.compile_passes(
+                copied_graph(gm), example_inputs, make, native_random=native_random, merge_calls=merge_calls
+            )
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
             return self._held(made, passes.without_gradients()) if training else made
         except Exception as e:
@@ -264,6 +269,13 @@ class Engine:
                 stacklevel=2,
             )
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
+
+    def _rules_now(self) -> tuple[Any, ...]:
+        """Of the scheduler at hand; none if it fails, which it will say when it is asked for a plan."""
+        try:
+            return _checked_rules(self._schedules.scheduler)
+        except Exception:
+            return ()
 
     def _plain(self, gm: fx.GraphModule, why: str) -> PlainRunner:
         self.stats.graphs += 1

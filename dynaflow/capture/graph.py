@@ -106,13 +106,18 @@ class CapturedGraph:
         partial: bool | None = None,
         batch_symbols: tuple[sympy.Symbol, ...] | None = None,
         saved: frozenset[fx.Node] = frozenset(),
+        merged_calls: bool = False,
         forward: CapturedGraph | None = None,
     ) -> None:
         """`phase`: "forward" or "backward" if it is one of the passes of training, without what autograd does.
         `batch_symbols`: what may stand for the batch, where inputs don't tell.
         `saved`: results of a forward pass that only its backward pass gets.
-        `forward`: of a backward pass, the forward pass that saved some of its inputs."""
+        `forward`: of a backward pass, the forward pass that saved some of its inputs.
+        `merged_calls`: equal calls were made one."""
         self.gm, self.phase, self.saved, self.forward = gm, phase, saved, forward
+        self.merged_calls = merged_calls
+        """Equal calls became one, whatever regions they were in: what is declared of a region may not be true of what is
+        left of it."""
         self.merged: dict[Any, dict[str, Dims]] = {}
         """For each choice of the batch's symbols: where results carry the rows behind another dim, by their names."""
         self.partial = _torch.is_part(gm) if partial is None else partial

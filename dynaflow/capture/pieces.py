@@ -185,6 +185,7 @@ class Build:
         writes = [self._value(n) for n in outs]
         shared = not any(self.values[v].carries_batch for v in (*reads, *writes))
         declared = group.claim.splittable if group.claim else None
+        declared = None if declared and self.graph.merged_calls else declared
         refusal, line = self._refusal(piece, declared, outs)
         if any(n not in self.input_of and is_spread(n, self.facts) for n in (*piece.reads, *outs)):
             refusal = "a DTensor goes in or out, whose rows can't be followed"

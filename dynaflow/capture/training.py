@@ -22,7 +22,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.graph import BatchDims, CapturedGraph, Phase, copied, input_name
-from dynaflow.capture.rules import ORIGIN, module_stack, target_names
+from dynaflow.capture.rules import ORIGIN, marks_of, module_stack, target_names
 from dynaflow.capture.updating import Updating, base
 from dynaflow.errors import DynaFlowError
 from dynaflow.updates import Updates
@@ -40,6 +40,12 @@ def returns_gradients(gm: fx.GraphModule) -> bool:
     (output,) = gm.graph.find_nodes(op="output")
     examples = (node.meta.get("example_value") for node in output.all_input_nodes if node.op != "placeholder")
     return any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
+
+
+def declares_regions(gm: fx.GraphModule, rules: Sequence[Any]) -> bool:
+    """Whether a mark or a rule says that each row is treated by itself."""
+    marked = any(splittable for node in gm.graph.nodes for _, (_, _, splittable) in marks_of(node))
+    return marked or any(getattr(rule, "splittable", None) for rule in rules)
 
 
 def strange_parts(gm: fx.GraphModule) -> str | None:
@@ -75,8 +81,9 @@ class Passes:
         updates: Updates | None,
         *,
         training: bool,
+        merged_calls: bool,
     ) -> None:
-        self._training = training
+        self._training, self._merged_calls = training, merged_calls
         self._parameters, self._declared = parameters, declared
         self._at_least, self._most = offload_saved, offload_most
         self._partial = _torch.is_part(gm)
@@ -125,7 +132,7 @@ class Passes:
             gm, self._parameters, self._declared if rows is None else None,
             phase=passes if self._training else "inference", partial=self._partial, batch_symbols=rows,
             saved=_saved_alone(gm) if self._training and not backward else frozenset(),
-            forward=self._forward if backward else None,
+            forward=self._forward if backward else None, merged_calls=self._merged_calls,
         )  # fmt: skip
         for given in graph.inputs:
             given.node.meta.pop(_torch.GIVEN, None)  # it would keep the tensor

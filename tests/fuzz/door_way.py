@@ -302,9 +302,10 @@ def _draw_event(program: Program, dice: Dice) -> str:
     if isinstance(program.model, nn.Module):
         known += _OF_MODULES * 2
         known += ["pickle"] if type(program.model).__module__ == "tests.fuzz.library" else []
-    # Threads change for each other what a model writes, and torch's own number of levels of forward-mode AD.
+    # Threads change for each other what a model writes, and torch's own state in jvp and in cond, which compiles.
     shared = isinstance(program.model, nn.Module) and any(True for _ in program.model.buffers())
-    known += ["fork"] if shared or "by_jvp" in str(program) else ["threads", "fork"]
+    unsafe = shared or "by_jvp" in str(program) or "by_cond" in str(program)
+    known += ["fork"] if unsafe else ["threads", "fork"]
     return dice.pick(known)
 
 

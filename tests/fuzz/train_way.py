@@ -76,8 +76,11 @@ def _captured(graph: RandomGraph, backend: Callable[..., Any]) -> tuple[Any, Cal
     places = gm.graph.find_nodes(op="placeholder")
     for node in places:
         node.meta["example_value"] = fakes[node.name]
-    with mode, enable_python_dispatcher():  # as Dynamo does
-        _Shown(gm).run(*[fakes[node.name] for node in places])
+    try:
+        with mode, enable_python_dispatcher():  # as Dynamo does
+            _Shown(gm).run(*[fakes[node.name] for node in places])
+    except EAGER as e:
+        raise NotTorchs(str(e)) from e
     with tracing(TracingContext(mode)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*can't be traced")  # the examples of the nodes are not of this mode
         try:

@@ -17,7 +17,7 @@ from dynaflow import strategies
 from dynaflow.capture import declared
 from dynaflow.capture.work import work_of
 from dynaflow.strategies import Comet, CommOverlap, DualBatch, NanoFlow, Searched, TokenWeave
-from tests.helpers import Each, Scheduler, compiled, graph_of
+from tests.helpers import Each, Scheduler, assert_equal, compiled, graph_of, randn
 
 CACHE = torch.zeros(64)
 """What the operators below leave and find without a word in their schemas, as an attention cache is."""
@@ -542,3 +542,24 @@ def test_what_fails_in_the_probe_is_taken_to_write() -> None:
         for call, state in zip((fast, model), states, strict=True):
             torch.testing.assert_close(call(state, torch.ones(6, 4))[1], torch.full((4,), 7.0).sin())
     torch.testing.assert_close(*states)
+
+
+@torch.enable_grad()
+def test_equal_calls_of_two_regions_in_training() -> None:
+    """AOTAutograd makes them once, so the second region goes on from inside of the first."""
+    weight = randn(4, 4)
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        with df.mark("a", splittable=True):
+            one = torch.tanh(x.flip(0) @ weight).flip(0)
+        with df.mark("b", splittable=True):
+            other = (torch.tanh(x.flip(0) @ weight) * 3).flip(0)
+        return one + 1, other + 2
+
+    fast = compiled(model, Each(split=[2, 4]))
+    found = []
+    for call in (model, fast):
+        x = randn(6, 4).requires_grad_()
+        results = call(x)
+        found.append((results, torch.autograd.grad(sum((r * r).sum() for r in results), x)))
+    assert_equal(found[1], found[0])
