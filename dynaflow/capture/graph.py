@@ -116,7 +116,7 @@ class CapturedGraph:
         `merged_calls`: equal calls were made one."""
         self.gm, self.phase, self.saved, self.forward = gm, phase, saved, forward
         self.merged_calls = merged_calls
-        """Equal calls became one, whatever regions they were in: what is declared of a region may not be true of what is
+        """Equal calls became one, whatever regions they were in: what is declared of one may not be true of what is
         left of it."""
         self.merged: dict[Any, dict[str, Dims]] = {}
         """For each choice of the batch's symbols: where results carry the rows behind another dim, by their names."""

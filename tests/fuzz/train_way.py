@@ -48,7 +48,9 @@ class NotTorchs(Exception):
 def draw_training(dice: Dice) -> Group:
     graph = random_graph(dice, STEPS, train=True)
     names = tuple(i.name for i in graph.given)
-    engine = Engine(Sequential(), operators="eager", batch_dims=graph.batch_dims, parameters=names)
+    # Declarations count if they are there when the graph is captured.
+    scheduler = RandomScheduler(dice, rules=graph.rules)
+    engine = Engine(scheduler, operators="eager", batch_dims=graph.batch_dims, parameters=names)
     engine.lowerer.chains = dice.one_in(2)
     if not any(i.grad for i in graph.given):
         raise Undefined("no input wants a gradient")
