@@ -25,7 +25,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from dynaflow.capture.graph import copied
 from dynaflow.engine import Engine
 from dynaflow.errors import DynaFlowError
-from dynaflow.schedule.base import Sequential
 from tests.fuzz.compare import Mismatch, Run, Undefined, compare, compare_gradients
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine_way import count_plans, functions_of
