@@ -120,7 +120,7 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
     for function, traced_instead in _MASKS.items():
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced_instead)
     _leave_mapped_functions_alone()
-    _break_where_shapes_change()
+    _break_where_traces_go_wrong()
     for code in _NEVER_FRAMES:
         torch._dynamo.eval_frame.skip_code(code)
 
@@ -147,9 +147,11 @@ SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t
 """Calls that change the shape of the tensor that they are given."""
 
 
-def _break_where_shapes_change() -> None:
+def _break_where_traces_go_wrong() -> None:
     """Breaks the graph at such calls, and where `data` is set: Dynamo goes on with the shape that the tensor had, in
-    Python code that looks at it. Seen on 2.11 and 2.13."""
+    Python code that looks at it. And at functions that fail on fake tensors: eager may well know what to do, as in a
+    jvp of a slice, and if it does not, its error is the user's own. Seen on 2.11 and 2.13."""
+    from torch._dynamo.exc import TorchRuntimeError
     from torch._dynamo.variables import builtin
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.tensor import TensorVariable
@@ -157,18 +159,28 @@ def _break_where_shapes_change() -> None:
 
     method, function = TensorVariable.call_method, TorchInGraphFunctionVariable.call_function
 
+    def break_graph(tx: Any, why: str) -> None:
+        said = {"msg": VariableTracker.build(tx, why)}
+        VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], said)
+
     def check(tx: Any, name: str) -> None:
         if name in SHAPE_CHANGES and _is_ours(tx.output.compiler_fn):
-            why = {"msg": VariableTracker.build(tx, f"{name} changes a tensor's shape in place")}
-            VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], why)
+            break_graph(tx, f"{name} changes a tensor's shape in place")
 
     def call_method(self: Any, tx: Any, name: str, *args: Any) -> Any:
         check(tx, name)
         return method(self, tx, name, *args)
 
     def call_function(self: Any, tx: Any, *args: Any) -> Any:
-        check(tx, str(getattr(self.value, "_opname", None) or getattr(self.value, "__name__", "")))
-        return function(self, tx, *args)
+        name = str(getattr(self.value, "_opname", None) or getattr(self.value, "__name__", ""))
+        check(tx, name)
+        if tx.one_graph or tx.error_on_graph_break or not _is_ours(tx.output.compiler_fn):
+            return function(self, tx, *args)
+        try:
+            with _without_logs_of_fakes():
+                return function(self, tx, *args)
+        except TorchRuntimeError:
+            return break_graph(tx, f"{name} can't be traced")
 
     kind: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # 2.13, and 2.11
     setter = "_call_setattr" if hasattr(kind, "_call_setattr") else "call_setattr"
@@ -735,6 +747,7 @@ def compile_passes(
     import torch._functorch.config
     import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.pattern_matcher import stable_topological_sort
     from torch.utils._python_dispatch import _disable_current_modes
 
     def inner(graph: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
@@ -756,10 +769,14 @@ def compile_passes(
         "cse": merge_calls,
         "backward_pass_autocast": "off",  # as where backward() is called
     }
-    random = {"fallback_random": True} if native_random else {}
+    settings: dict[str, Any] = {"fallback_random": True} if native_random else {}
+    if torch._inductor.config.joint_custom_post_pass is None:
+        # Constants that Inductor folds may come before the sizes they are made of, and where no other pass changes
+        # the graph it is not sorted again.
+        settings["joint_custom_post_pass"] = stable_topological_sort
     with (
         torch._functorch.config.patch(options),
-        torch._inductor.config.patch(random),
+        torch._inductor.config.patch(settings),
         _dual_levels_left(),
         _scalars_stay_inputs(gm),
     ):
@@ -1040,12 +1057,18 @@ def concrete_fake_mode() -> Iterator[Any]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+    with _without_logs_of_fakes(), mode:  # the sizes are not the user's
+        yield mode
+
+
+@contextlib.contextmanager
+def _without_logs_of_fakes() -> Iterator[None]:
+    """torch logs a page where a call fails on fake tensors, though somebody catches it. Other threads go on logging."""
+    log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
     quiet = lambda record: record.thread != thread  # noqa: E731
-    log.addFilter(quiet)  # the sizes are not the user's, and a call that fails with them is caught
+    log.addFilter(quiet)
     try:
-        with mode:
-            yield mode
+        yield
     finally:
         log.removeFilter(quiet)
 

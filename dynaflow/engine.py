@@ -42,7 +42,16 @@ from dynaflow.capture.training import (
 )
 from dynaflow.capture.written import is_given
 from dynaflow.decided import Planned, Schedules, Situation
-from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at, shown
+from dynaflow.errors import (
+    NOT_FAILURES,
+    DynaFlowError,
+    PartitionError,
+    ScheduleError,
+    SplitError,
+    fall_back,
+    raised_at,
+    shown,
+)
 from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
 from dynaflow.lower.operators import Mode, Operators
 from dynaflow.lower.padding import Batch, Padding
@@ -219,6 +228,12 @@ class Engine:
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             take_marks_back()
             return Raiser(e)
+        except Exception as e:
+            if isinstance(e, NOT_FAILURES) or _torch.is_restart(e):
+                raise
+            take_marks_back()
+            gm.graph.lint()
+            return self._plain(gm, fall_back(e, self.name))
 
     def _traced(self, gm: fx.GraphModule, example_inputs: list[Any], training: bool) -> Callable[..., Any]:
         """What AOTAutograd makes of a graph: both passes of training, each with plans of its own; or one graph, in
@@ -239,8 +254,8 @@ class Engine:
         engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
 
         def make(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
+            engine = engine_of()
             try:
-                engine = engine_of()
                 assert engine is not None, "captured by a compiled model that is gone"
                 written.update(_torch.written_inputs())
                 if training and engine.operators.mode == "eager":
@@ -248,7 +263,11 @@ class Engine:
                 return passes.call(engine._runner(passes.read(part, backward)).boxed, backward)
             except Exception as e:
                 ours.append(e)
-                raise
+                if not backward or engine is None or engine.updates is not None or isinstance(e, NOT_FAILURES):
+                    raise
+                engine.stats.plain_graphs += 1
+                engine.stats.plain_reasons.append(fall_back(e, f"the backward pass of {engine.name}"))
+                return _torch.boxed_forward(part)
 
         try:
             made = _torch.compile_passes(
@@ -259,6 +278,8 @@ class Engine:
         except Exception as e:
             if ours and isinstance(ours[0], Mistraced):
                 return self._plain(gm, str(ours[0]))
+            if ours and not isinstance(ours[0], NOT_FAILURES):
+                return self._plain(gm, fall_back(ours[0], self.name))
             if ours or _torch.is_restart(e):
                 raise
             why = f"{type(e).__name__}: {e}".strip().splitlines()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 
 import torch
 
@@ -60,6 +61,30 @@ class TimelineError(DynaFlowError):
 
 class RecordingError(DynaFlowError):
     """A recording inside of another one, or one that does not hold what it is asked for."""
+
+
+class FallbackWarning(UserWarning):
+    """A graph runs unscheduled, since dynaflow failed on it. Where this warning is made an error, what failed is raised
+    in its place."""
+
+
+NOT_FAILURES = (DynaFlowError, MemoryError, torch.OutOfMemoryError)
+"""What is raised though the plain model might run: somebody's mistake, or memory that may be there next time."""
+
+
+def fall_back(error: Exception, what: str) -> str:
+    """Warns that dynaflow failed on `what`; returns the reason why that runs unscheduled."""
+    why = f"dynaflow failed on it: {shortened(f'{type(error).__name__}: {error}', 300)}"
+    try:
+        warnings.warn(
+            f"{what} runs unscheduled, as {why}. This is a mistake of dynaflow's: please report it, with what "
+            "`python -W error::dynaflow.errors.FallbackWarning` prints",
+            FallbackWarning,
+            stacklevel=2,
+        )
+    except FallbackWarning:
+        raise error from None
+    return why
 
 
 def shown(value: object, most: int = 60) -> str:

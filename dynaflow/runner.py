@@ -14,7 +14,7 @@ from dynaflow.capture.graph import CapturedGraph
 from dynaflow.capture.ops import OpGraph
 from dynaflow.capture.probe import Contradiction, Unschedulable, probe
 from dynaflow.capture.sharing import Overlap, Sharing, written_inputs
-from dynaflow.errors import DynaFlowError, PlanError
+from dynaflow.errors import NOT_FAILURES, DynaFlowError, PlanError, fall_back
 from dynaflow.run.streams import capturing
 from dynaflow.schedule.split import request_count
 from dynaflow.verify import verified_run
@@ -91,14 +91,20 @@ class GraphRunner:
         return numbers.put_back(made, self._results(engine, args))
 
     def _results(self, engine: Engine, args: list[Any]) -> Any:
-        if self._sharing is not None and (other := self._for_memory_of(args, engine)) is not self:
-            return other._results(engine, args)
-        situation = engine.situation(self, args)
-        if situation.schedules.has_buckets and (padding := engine.padding(self, situation, args)) is not None:
-            how, batch = padding
-            run = lambda grown: self._run(engine, situation._replace(sizes=self.sizes(grown)), grown)  # noqa: E731
-            return how.run(run, args, batch)
-        return self._run(engine, situation, args)
+        try:
+            runner = self if self._sharing is None else self._for_memory_of(args, engine)
+            situation = engine.situation(runner, args)
+            padding = engine.padding(runner, situation, args) if situation.schedules.has_buckets else None
+        except NOT_FAILURES:
+            raise
+        except Exception as e:
+            self.run_plainly(fall_back(e, engine.name))
+            return self._unscheduled(engine, args)
+        if padding is None:
+            return runner._run(engine, situation, args)
+        how, batch = padding
+        run = lambda grown: runner._run(engine, situation._replace(sizes=runner.sizes(grown)), grown)  # noqa: E731
+        return how.run(run, args, batch)
 
     def _for_memory_of(self, args: list[Any], engine: Engine) -> GraphRunner:
         """The runner for inputs that share memory as these do: this one, unless one is written that others see."""
@@ -147,17 +153,18 @@ class GraphRunner:
         engine.stats.plain_reasons.append(why)
 
     def _run(self, engine: Engine, situation: Situation, args: list[Any]) -> Any:
-        lowered = engine.find(self, situation, args)
-        if engine.local.plan_only:
-            if lowered is None:
-                raise PlanError(f"the graph runs plainly: {self.plain}", advice="see stats.plain_reasons")
-            raise PlanReady(lowered, engine.note(self, args), engine.trials(self, args))
-        recorder = recording.now
+        try:
+            lowered = engine.find(self, situation, args)
+        except NOT_FAILURES:
+            raise
+        except Exception as e:  # nothing of the graph has run so far
+            self.run_plainly(fall_back(e, engine.name))
+            lowered = None
         if lowered is None:
-            if recorder is not None:
-                recorder.missed(f"the graph runs plainly: {self.plain}")
-            return engine.operators.as_it_is(self.graph.gm)(args)
-        stats = engine.stats
+            return self._unscheduled(engine, args)
+        if engine.local.plan_only:
+            raise PlanReady(lowered, engine.note(self, args), engine.trials(self, args))
+        recorder, stats = recording.now, engine.stats
         stats.runs += 1
         stats.sequential_runs += lowered.plan.sequential
         stats.joined_bytes = lowered.joined_bytes
@@ -176,6 +183,14 @@ class GraphRunner:
             recorder.missed("it was captured in a CUDA graph by the caller")
             return lowered(args)
         return recorder.run(marked, args, engine)
+
+    def _unscheduled(self, engine: Engine, args: list[Any]) -> Any:
+        why = f"the graph runs plainly: {self.plain}"
+        if engine.local.plan_only:
+            raise PlanError(why, advice="see stats.plain_reasons")
+        if recording.now is not None:
+            recording.now.missed(why)
+        return engine.operators.as_it_is(self.graph.gm)(args)
 
 
 class PlainRunner:

@@ -252,13 +252,15 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
     for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node)):
         if (memory := _memory(node)) is not None:
             results.setdefault(memory, []).append(node.meta["example_value"])
+    unseen = _viewed_without_gradients(gm)
     for memory, views in results.items():
         given = inputs.get(memory, [])
-        if memory in _viewed_without_gradients(gm):
+        if memory in unseen:
             return "a result shares memory with a view that was taken without gradients"
         if len({t.requires_grad for t in (*views, *given)}) > 1:
             return "results share memory with one another or with an input, and only some have gradients"
-        if any(t._version for t in given):
+        counter = len({id(t) for t in (*given, *views)}) == 1 and not views[0].requires_grad  # `self.calls += 1`
+        if any(t._version for t in given) and not counter:
             return "a result shares memory with an input that is written"
         if any(t.is_complex() or t.is_neg() for t in given):
             return "a result shares memory with an input of complex numbers, or a part of them"

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dynaflow.errors import FallbackWarning
 from tests.fuzz.groups import SHARE
 from tests.fuzz.shrink import kind_of
 from tests.fuzz.tally import Tally
@@ -175,6 +176,7 @@ def quiet() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    warnings.simplefilter("error", FallbackWarning)  # what failed is a finding
 
 
 def work(chunk: Chunk, make: Callable[[str], Any], deadline: float | None, outbox: Connection) -> None:

@@ -73,6 +73,30 @@ def test_transforms_are_split(name: str, split: Any) -> None:
     assert not fast.stats.plain_graphs
 
 
+def test_what_fails_on_fake_tensors_breaks_the_graph() -> None:
+    """A jvp of a slice, whose strides are symbols."""
+    called = []
+
+    def model(x: Tensor) -> Tensor:
+        y = (x * 2)[:, 1:]
+        called.append(1) if not torch.compiler.is_compiling() else torch._dynamo.graph_break()
+        return torch.func.jvp(torch.sin, (y,), (torch.ones_like(y),))[1] + 1
+
+    fast, x = compiled(model), randn(6, 4)
+    with torch.no_grad():
+        assert_equal(fast(x), model(x))
+    assert fast.stats.graphs
+    assert len(called) == 1
+
+
+def test_a_mistake_in_the_model_is_eagers() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.matmul(x + 1, torch.ones(7, 3))
+
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \(6x4 and 7x3\)$"):
+        compiled(model)(randn(6, 4))
+
+
 def test_gradients_of_a_mapped_function_are_its_own() -> None:
     def model(x: Tensor) -> Tensor:
         return torch.func.vmap(Doubled.apply)(x.sin()).cos()

@@ -410,6 +410,52 @@ def test_a_result_that_equals_an_input_is_a_copy_of_it(more: Callable[[Tensor], 
     torch.testing.assert_close(other, y.sin())
 
 
+class Remembering(nn.Module):
+    """Counts its calls and has a running mean, by statements that make results of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        self.last *= 0.5
+        self.last += x.detach().mean(0)
+        return self.linear(x).tanh() * self.calls + self.last, self.calls
+
+
+def test_a_model_that_counts_its_calls_is_scheduled() -> None:
+    model, plain = Remembering(), Remembering()
+    plain.load_state_dict(model.state_dict())
+    fast = compiled(model, Each(split=2))
+    for _ in range(3):
+        x, same = randn(6, 4).requires_grad_(), randn(6, 4).requires_grad_()
+        (found, calls), (expected, counted) = fast(x), plain(same)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close((found, calls, x.grad), (expected, counted, same.grad))
+        torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+        assert calls is model.calls
+    assert not fast.stats.plain_graphs
+    assert any(len(plan.micro_batches) == 2 for plan in fast._df_engine.plans())
+
+
+@pytest.mark.filterwarnings("error:.*can't be traced")
+@pytest.mark.parametrize("mapped", [False, True])
+def test_constants_that_inductor_folds_before_their_sizes(mapped: bool) -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        zeros = torch.zeros(x.shape[0], 6)
+        flat = zeros.view(-1)
+        return torch.func.vmap(torch.sin)(x) if mapped else x.sin(), zeros.neg().view(x.shape[0] * 6), flat
+
+    x = randn(6, 4).requires_grad_(not mapped)
+    fast = compiled(model, Each(split=2))
+    for found, expected in zip(fast(x), model(x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("take", [lambda results: results[0], lambda results: results[1]])
 def test_the_compiled_model_may_be_gone_when_backward_runs(take: Callable[[Any], Tensor]) -> None:
     model, x = nn.Linear(4, 4), randn(6, 4)

@@ -1,0 +1,114 @@
+"""Where dynaflow itself fails, the call still succeeds: unscheduled, with one warning and a reason in the stats."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynaflow as df
+from dynaflow import engine
+from dynaflow.capture.training import Passes
+from dynaflow.errors import FallbackWarning
+from dynaflow.lower.lower import Lowerer
+from tests.helpers import Each, compiled, randn
+
+
+class Counting(nn.Module):
+    """Writes to itself: what runs twice shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x).tanh() + self.calls
+
+
+class Rounding(Each):
+    """Pads to eight rows."""
+
+    def bucket(self, rows: int) -> int:
+        return 8
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise KeyError("mul_93")
+
+
+def backward_fails(usual: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, gm, backward: fail() if backward else usual(self, gm, backward)
+
+
+WHERE: dict[str, tuple[Any, str]] = {
+    "capture": (engine, "CapturedGraph"),
+    "cut": (engine, "partition"),
+    "check": (engine, "check"),
+    "lower": (Lowerer, "lower"),
+    "padding": (engine, "Padding"),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_call_runs_unscheduled(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = Counting(), Counting()
+    plain.load_state_dict(model.state_dict())
+    monkeypatch.setattr(*WHERE[where], fail)
+    fast = compiled(model, Rounding() if where == "padding" else Each(split=2))
+    with torch.no_grad(), pytest.warns(FallbackWarning, match="KeyError: 'mul_93'") as seen:
+        for rows in (6, 6, 5):
+            torch.testing.assert_close(fast(randn(rows, 4)), plain(randn(rows, 4)))
+    assert len(seen) == 1
+    torch.testing.assert_close(model.calls, plain.calls)
+    assert fast.stats.plain_graphs == 1
+    assert "dynaflow failed on it: KeyError: 'mul_93'" in fast.stats.plain_reasons
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_training_step_runs_unscheduled(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = Counting(), Counting()
+    plain.load_state_dict(model.state_dict())
+    monkeypatch.setattr(Passes, "read", backward_fails(Passes.read) if backward else fail)
+    fast = compiled(model, Each(split=2))
+    for _ in range(2):
+        x, same = randn(6, 4).requires_grad_(), randn(6, 4).requires_grad_()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", FallbackWarning)
+            fast(x).square().sum().backward()
+        plain(same).square().sum().backward()
+        torch.testing.assert_close(x.grad, same.grad)
+    torch.testing.assert_close(model.linear.weight.grad, plain.linear.weight.grad)
+    torch.testing.assert_close(model.calls, plain.calls)
+    assert not seen, "one warning is enough"
+    assert fast.stats.plain_reasons == ["dynaflow failed on it: KeyError: 'mul_93'"]
+
+
+def test_the_plan_of_a_graph_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lowerer, "lower", fail)
+    with pytest.warns(FallbackWarning), pytest.raises(df.PlanError, match=r"runs plainly.*mul_93"):
+        compiled(torch.tanh).plan(randn(6, 4))
+
+
+def test_as_an_error_the_warning_is_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in all tests, and in fuzzing."""
+    monkeypatch.setattr(Lowerer, "lower", fail)
+    with pytest.raises(KeyError, match="mul_93"):
+        compiled(torch.tanh)(randn(6, 4))
+
+
+def test_memory_that_is_not_there_is_no_failure_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = compiled(torch.tanh)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Lowerer, "lower", full)
+        model(randn(6, 4))
+    torch.testing.assert_close(model(randn(6, 4)), randn(6, 4).tanh())
+    assert not model.stats.plain_graphs
