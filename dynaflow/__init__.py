@@ -9,6 +9,7 @@ from dynaflow.capture.ops import Op
 from dynaflow.capture.rules import SplitFunc, SplitModule, mark
 from dynaflow.errors import (
     DynaFlowError,
+    FallbackWarning,
     PartitionError,
     PlanError,
     RecordingError,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CompiledModel",
     "DynaFlowError",
+    "FallbackWarning",
     "Item",
     "Lane",
     "MicroBatch",

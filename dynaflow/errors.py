@@ -64,8 +64,10 @@ class RecordingError(DynaFlowError):
 
 
 class FallbackWarning(UserWarning):
-    """A graph runs unscheduled, since dynaflow failed on it. Where this warning is made an error, what failed is raised
-    in its place."""
+    """A graph runs unscheduled, since dynaflow failed on it, which is a mistake of dynaflow's.
+
+    Where this warning is made an error (`python -W error::dynaflow.FallbackWarning`), what failed is raised instead.
+    """
 
 
 NOT_FAILURES = (DynaFlowError, MemoryError, torch.OutOfMemoryError)
@@ -78,7 +80,7 @@ def fall_back(error: Exception, what: str) -> str:
     try:
         warnings.warn(
             f"{what} runs unscheduled, as {why}. This is a mistake of dynaflow's: please report it, with what "
-            "`python -W error::dynaflow.errors.FallbackWarning` prints",
+            "`python -W error::dynaflow.FallbackWarning` prints",
             FallbackWarning,
             stacklevel=2,
         )

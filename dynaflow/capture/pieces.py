@@ -24,7 +24,7 @@ from dynaflow.capture.graph import CapturedGraph, is_dense
 from dynaflow.capture.ops import Mixing, Op, OpGraph, Result, Value
 from dynaflow.capture.probe import NodeFacts, Probe
 from dynaflow.capture.rules import addresses_memory, module_stack, source_line, target_names
-from dynaflow.capture.sharing import Place, overlaps_itself
+from dynaflow.capture.sharing import overlaps_itself
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class Build:
         if len(bases) != 1 or bases[0] not in self.home:
             return False
         value = self.facts[node].value
-        if overlaps_itself(Place(0, 0, tuple(value.shape), value.stride(), 1)):  # joined, its elements would be apart
+        if overlaps_itself(value.shape, value.stride()):  # joined, its elements would be apart
             return False
         storages = self._storages(node)
         if storages & self.written or any(self._storages(o) & storages for o in returned if o is not node):

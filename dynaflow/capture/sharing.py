@@ -136,13 +136,13 @@ def _reaches(ways: Sequence[Way], low: int, high: int, left: list[int]) -> bool:
     return any(_reaches(rest, low - stride * n, high - stride * n, left) for n in range(least, most + 1))
 
 
-def overlaps_itself(place: Place) -> bool:
-    """Whether two elements may share memory: no stride steps over all that the smaller ones reach."""
-    reach = place.width
-    for stride, n in sorted(zip(place.stride, place.size, strict=True)):
-        if n > 1 and stride < reach:
+def overlaps_itself(size: Sequence[int], stride: Sequence[int], width: int = 1) -> bool:
+    """Whether two elements, each `width` wide, may share memory: no stride steps over all that the smaller ones reach."""
+    reach = width
+    for step, n in sorted(zip(stride, size, strict=True)):
+        if n > 1 and step < reach:
             return True
-        reach += stride * (n - 1)
+        reach += step * (n - 1)
     return False
 
 
@@ -214,7 +214,7 @@ def _overlaps(places: dict[int, Place], written: frozenset[int]) -> Iterator[Ove
     order = sorted(places, key=lambda i: (places[i].start, i))
     for n, i in enumerate(order):
         one = places[i]
-        if i in written and overlaps_itself(one):
+        if i in written and overlaps_itself(one.size, one.stride, one.width):
             yield Overlap(i, i, (one, one))
         for j in order[n + 1 :]:
             other = places[j]

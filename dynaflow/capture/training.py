@@ -23,6 +23,7 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow.capture.graph import BatchDims, CapturedGraph, Phase, copied, input_name
 from dynaflow.capture.rules import ORIGIN, marks_of, module_stack, target_names
+from dynaflow.capture.sharing import overlaps_itself
 from dynaflow.capture.updating import Updating, base
 from dynaflow.errors import DynaFlowError
 from dynaflow.updates import Updates
@@ -285,14 +286,8 @@ def _viewed_without_gradients(gm: fx.GraphModule) -> set[int | None]:
 
 def _is_made_of_windows(tensor: torch.Tensor) -> bool:
     """Whether elements share memory, other than by a stride of 0."""
-    reach = 0
-    sizes, strides = ([_torch.hinted(n) for n in ns] for ns in (tensor.size(), tensor.stride()))
-    for stride, n in sorted(zip(strides, sizes, strict=True)):
-        if n > 1 and stride:
-            if stride <= reach:
-                return True
-            reach += stride * (n - 1)
-    return False
+    size, stride = ([_torch.hinted(n) for n in ns] for ns in (tensor.size(), tensor.stride()))
+    return overlaps_itself([n if s else 1 for n, s in zip(size, stride, strict=True)], stride)
 
 
 def views_returned(gm: fx.GraphModule) -> set[fx.Node]:

@@ -135,7 +135,7 @@ def test_auto_never_loses():
 
 
 def test_profile_is_the_devices_time():
-    """A product of known length: what the clock says is neither the host's time nor zero."""
+    """A product that no card computes in less than 0.2 ms: to issue it takes the host a tenth of that."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(3))).cuda().bfloat16()
 
     class Each(df.OpSchedulerBase):
@@ -151,12 +151,4 @@ def test_profile_is_the_devices_time():
     with torch.no_grad():
         profile = fast.profile(x)
         (seconds,) = profile.values()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(3):
-            model(x)
-        start.record()
-        for _ in range(10):
-            model(x)
-        stop.record()
-        torch.cuda.synchronize()
-    assert seconds == pytest.approx(start.elapsed_time(stop) / 1e3 / 30, rel=0.2)
+    assert seconds > 2 * 8192**3 / 5e15
