@@ -137,7 +137,7 @@ def _reaches(ways: Sequence[Way], low: int, high: int, left: list[int]) -> bool:
 
 
 def overlaps_itself(size: Sequence[int], stride: Sequence[int], width: int = 1) -> bool:
-    """Whether two elements, each `width` wide, may share memory: no stride steps over all that the smaller ones reach."""
+    """Whether two elements may share memory: a stride steps over less than what the smaller ones reach."""
     reach = width
     for step, n in sorted(zip(stride, size, strict=True)):
         if n > 1 and step < reach:
