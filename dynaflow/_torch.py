@@ -149,10 +149,10 @@ SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t
 
 def _break_where_traces_go_wrong() -> None:
     """Breaks the graph at such calls, and where `data` is set: Dynamo goes on with the shape that the tensor had, in
-    Python code that looks at it. And at functions that fail on fake tensors: eager may well know what to do, as in a
+    Python code that looks at it. And at calls that fail on fake tensors: eager may well know what to do, as in a
     jvp of a slice, and if it does not, its error is the user's own. Seen on 2.11 and 2.13."""
-    from torch._dynamo.exc import TorchRuntimeError
-    from torch._dynamo.variables import builtin
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+    from torch._dynamo.variables import builder, builtin, tensor
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -172,16 +172,23 @@ def _break_where_traces_go_wrong() -> None:
         return method(self, tx, name, *args)
 
     def call_function(self: Any, tx: Any, *args: Any) -> Any:
-        name = str(getattr(self.value, "_opname", None) or getattr(self.value, "__name__", ""))
-        check(tx, name)
+        check(tx, str(getattr(self.value, "_opname", None) or getattr(self.value, "__name__", "")))
+        return function(self, tx, *args)
+
+    fake_value = builder.get_fake_value
+
+    def get_fake_value(node: fx.Node, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if tx.one_graph or tx.error_on_graph_break or not _is_ours(tx.output.compiler_fn):
-            return function(self, tx, *args)
+            return fake_value(node, tx, *args, **kwargs)
         try:
             with _without_logs_of_fakes():
-                return function(self, tx, *args)
-        except TorchRuntimeError:
-            return break_graph(tx, f"{name} can't be traced")
+                return fake_value(node, tx, *args, **kwargs)
+        except Exception as e:
+            if isinstance(e, TorchDynamoException) and not isinstance(e, TorchRuntimeError):
+                raise  # Dynamo's own affair
+            return break_graph(tx, f"{getattr(node.target, '__name__', node.target)} can't be traced")
 
+    builder.get_fake_value = tensor.get_fake_value = get_fake_value
     kind: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # 2.13, and 2.11
     setter = "_call_setattr" if hasattr(kind, "_call_setattr") else "call_setattr"
     set_attribute = getattr(kind, setter)

@@ -66,7 +66,7 @@ class RecordingError(DynaFlowError):
 class FallbackWarning(UserWarning):
     """A graph runs unscheduled, since dynaflow failed on it, which is a mistake of dynaflow's.
 
-    Where this warning is made an error (`python -W error::dynaflow.FallbackWarning`), what failed is raised instead.
+    Where it is made an error, by `warnings.simplefilter("error", dynaflow.FallbackWarning)`, what failed is raised.
     """
 
 
@@ -79,8 +79,8 @@ def fall_back(error: Exception, what: str) -> str:
     why = f"dynaflow failed on it: {shortened(f'{type(error).__name__}: {error}', 300)}"
     try:
         warnings.warn(
-            f"{what} runs unscheduled, as {why}. This is a mistake of dynaflow's: please report it, with what "
-            "`python -W error::dynaflow.FallbackWarning` prints",
+            f"{what} runs unscheduled, as {why}. This is a mistake of dynaflow's: please report it, with the traceback "
+            'after warnings.simplefilter("error", dynaflow.FallbackWarning)',
             FallbackWarning,
             stacklevel=2,
         )

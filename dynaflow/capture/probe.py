@@ -114,6 +114,10 @@ def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> 
     for given in graph.inputs:
         if given.shape is not None and _is_tied(given.shape):
             raise Unschedulable(f"the input {given.name!r} is made of windows that overlap; pass a copy of it")
+    known = graph.hints.keys() | frozenset().union(*spaces)
+    for node, shape in graph.shapes.items():
+        if any(size.free_symbols - known for size in (*shape.size, *shape.stride)):
+            raise Unschedulable(f"the size of {node.name} depends on a floating-point number, or on data")
     failure: Exception | None = None
     # In pairs, the likeliest first: rare among sizes, and small enough for products of several.
     for first in range(0, len(PRIMES), 2):

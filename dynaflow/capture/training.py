@@ -265,6 +265,8 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             return "a result shares memory with an input that is written"
         if any(t.is_complex() or t.is_neg() for t in given):
             return "a result shares memory with an input of complex numbers, or a part of them"
+        if not all(isinstance(_torch.hinted(n), int) for t in views for n in (*t.size(), *t.stride())):
+            return "the size of a result depends on data"
         if any(map(_is_made_of_windows, views)):
             return "a result is made of windows that overlap"
     return None

@@ -89,22 +89,25 @@ def draw_program(dice: Dice) -> Program:
         return Program(
             model=names["function"], inputs=graph.inputs, batch_dims=graph.batch_dims, text=text, trains=trains
         )
-    return _as_module(graph, text, names, trains)
+    return _as_module(graph, text, names, trains, counts=dice.one_in(3))
 
 
-def _as_module(graph: RandomGraph, text: str, names: dict[str, Any], trains: bool) -> Program:
+def _as_module(graph: RandomGraph, text: str, names: dict[str, Any], trains: bool, counts: bool) -> Program:
     free = [i.name for i in graph.given if not i.owned]
     given = ", ".join(f"self.{i.name}" if i.owned else i.name for i in graph.given)
     text += (
         f"class Model(Wrapped):\n    def forward(self, {', '.join(free)}):\n"
+        f"{'        self.calls += 1' if counts else ''}\n"
         f"        first, *rest = function({given})\n"
-        f"        return (first * self.scale + self.shift, *rest)\n"
+        f"        return (first * self.scale + self.shift{' + self.calls' if counts else ''}, *rest)\n"
     )
     names["Wrapped"] = Wrapped
     exec(compile(text, "<fuzz>", "exec"), names)
     random = torch.Generator().manual_seed(7)
     owned = {i.name: i.make(Sizes(2, 2), random, {}) for i in graph.given if i.owned}
     grads = {i.name for i in graph.given if i.owned and i.grad}
+    if counts:
+        owned["calls"] = torch.zeros((), dtype=torch.float64)
     return Program(
         model=names["Model"](owned, grads),
         inputs=[i for i in graph.inputs if not i.owned],

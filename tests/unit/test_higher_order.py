@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -89,12 +90,57 @@ def test_what_fails_on_fake_tensors_breaks_the_graph() -> None:
     assert len(called) == 1
 
 
-def test_a_mistake_in_the_model_is_eagers() -> None:
-    def model(x: Tensor) -> Tensor:
-        return torch.matmul(x + 1, torch.ones(7, 3))
+MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a function": lambda y: torch.matmul(y, torch.ones(7, 3)),
+    "a method": lambda y: y.view(5, 5),
+    "an operator": lambda y: y @ torch.ones(7, 3),
+    "in place": lambda y: y.add_(torch.ones(7)),
+    "an index": lambda y: y[:, 9],
+}
 
-    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \(6x4 and 7x3\)$"):
-        compiled(model)(randn(6, 4))
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_model_is_eagers(name: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        return MISTAKES[name](x + 1)
+
+    def forgiving(x: Tensor) -> Tensor:
+        y = x + 1
+        try:
+            return MISTAKES[name](y)
+        except (RuntimeError, IndexError):
+            return y * 2
+
+    x = randn(6, 4)
+    with pytest.raises((RuntimeError, IndexError)) as expected:
+        model(x)
+    with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
+        compiled(model)(x)
+    torch.testing.assert_close(compiled(forgiving)(x), forgiving(x))
+
+
+def test_sizes_that_depend_on_floats() -> None:
+    """From the second call on Dynamo takes what `item` gives for a symbol."""
+
+    def model(x: Tensor) -> Tensor:
+        y = x.sin()
+        return y[:, : int(x.abs().sum().item()) % 3 + 1] * 2
+
+    fast = compiled(model)
+    for n in range(4):
+        torch.testing.assert_close(fast(randn(6, 4) * n), model(randn(6, 4) * n))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_sizes_that_depend_on_data(grad: bool) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        return LINEAR(x)[(x[:, 0] > 0).nonzero().squeeze(-1)], x + 1
+
+    fast = compiled(model)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.set_grad_enabled(grad):
+        for rows in (6, 5):
+            torch.testing.assert_close(fast(randn(rows, 4)), model(randn(rows, 4)))
+    assert "depends on" in fast.stats.plain_reasons[0]
 
 
 def test_gradients_of_a_mapped_function_are_its_own() -> None:

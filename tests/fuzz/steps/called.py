@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +139,27 @@ def variance(x: Tensor) -> Tensor:
     return (away * away.conj()).sum(0) / max(n - 1, 1) + (n + 1) ** 0.5
 
 
+def sliced_by_number(x: Tensor) -> Tensor:
+    """A size that is made of a float, which is another one in each call."""
+    number = int(x.detach().abs().sum().nan_to_num(1.0, 1.0) % 5)
+    return x[..., : number + 1].sum(-1, keepdim=True) + x
+
+
+def tries(x: Tensor) -> Tensor:
+    """Calls that fail, and are caught."""
+    with contextlib.suppress(RuntimeError):
+        x = x * torch.ones(x.numel() + 2)
+    try:
+        x = torch.cat([x.sin(), x.new_ones(x.dim() * (1,) + (1,))])
+    except RuntimeError:
+        x = x + 1
+    try:
+        x = x.view(-1, x.numel() + 1) + x[..., x.shape[-1]]
+    except (RuntimeError, IndexError):
+        x = x * 2
+    return x
+
+
 _BY_ROWS: list[Callable[..., Tensor]] = [by_vmap, by_per_sample_grad, by_vmap_inside]
 _OTHERS: list[Callable[..., Tensor]] = [
     by_grad,
@@ -158,6 +180,8 @@ _OTHERS: list[Callable[..., Tensor]] = [
     conjugated,
     one_of_several,
     scanned,
+    sliced_by_number,
+    tries,
 ]
 
 
