@@ -179,7 +179,9 @@ class Engine:
         return None
 
     def facts(self) -> Mapping[str, Any]:
-        base = self._facts() if callable(self._facts) else self._facts
+        base = self._facts
+        if callable(base):
+            base = _called(base, "facts()", "mend it: it is asked in each call")
         if type(base) is not dict:  # that is the usual kind, and this is asked in each call
             base = checked.mapping(base, "facts()", 'return a mapping: {"phase": "decode"}')
         return {**base, **self.local.facts} if self.local.facts else base
@@ -703,18 +705,24 @@ def _make_room(kept: dict[Any, Any], most: int) -> None:
 
 
 def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:
-    """Calls the user's code; what it raises names the line."""
-    try:
+    """Calls a scheduler's method."""
+
+    def call() -> Any:
         found = getattr(scheduler, method)(*args)
         return list(found) if method == "partition" and isinstance(found, Iterator) else found
+
+    advice = f"mend {method}(), or the options that it was given"
+    return _called(call, f"the scheduler {type(scheduler).__name__}", advice)
+
+
+def _called(code: Callable[[], Any], name: str, advice: str) -> Any:
+    """What the user's code returns; what it raises names the line."""
+    try:
+        return code()
     except DynaFlowError:
         raise
     except Exception as e:
-        raise ScheduleError(
-            f"the scheduler {type(scheduler).__name__} raised {type(e).__name__}: {e}",
-            line=raised_at(e),
-            advice=f"mend {method}(), or the options that it was given",
-        ) from e
+        raise ScheduleError(f"{name} raised {type(e).__name__}: {e}", line=raised_at(e), advice=advice) from e
 
 
 def _key_of(scheduler: OpSchedulerBase, ctx: ScheduleContext) -> Any:

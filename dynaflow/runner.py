@@ -91,6 +91,8 @@ class GraphRunner:
         return numbers.put_back(made, self._results(engine, args))
 
     def _results(self, engine: Engine, args: list[Any]) -> Any:
+        if self.plain is not None:
+            return self._unscheduled(engine, args)
         try:
             runner = self if self._sharing is None else self._for_memory_of(args, engine)
             situation = engine.situation(runner, args)

@@ -52,6 +52,7 @@ WHERE: dict[str, tuple[Any, str]] = {
     "check": (engine, "check"),
     "lower": (Lowerer, "lower"),
     "padding": (engine, "Padding"),
+    "situation": (engine.Engine, "situation"),
 }
 
 
@@ -100,6 +101,14 @@ def test_as_an_error_the_warning_is_what_failed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Lowerer, "lower", fail)
     with pytest.raises(KeyError, match="mul_93"):
         compiled(torch.tanh)(randn(6, 4))
+
+
+def test_what_facts_raise_is_the_users() -> None:
+    fast = df.compile(torch.tanh, facts=lambda: {}["phase"], operators="eager")
+    with pytest.raises(df.ScheduleError, match=r"facts\(\) raised KeyError: 'phase'") as raised:
+        fast(randn(6, 4))
+    assert raised.value.line is not None
+    assert __file__ in raised.value.line
 
 
 def test_memory_that_is_not_there_is_no_failure_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
