@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import sys
 import threading
@@ -609,7 +610,8 @@ def compile_operator(
     # A hit in AOTAutograd's cache would hand out the wrapper alone. Inductor's own cache stays in use.
     cache = torch._functorch.config.enable_autograd_cache and not direct
     caching = torch._functorch.config.patch(enable_autograd_cache=cache)
-    with tracing(context), caching, _hosts_alignment_is_nothing(inputs):
+    apart = torch._inductor.config.patch(_results_kept_apart())
+    with tracing(context), caching, apart, _hosts_alignment_is_nothing(inputs):
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)
@@ -628,6 +630,79 @@ def compile_operator(
         return results
 
     return call_and_tell
+
+
+def _results_kept_apart() -> dict[str, Any]:
+    """Settings by which results of a graph share no memory with an input, or with one another, that they don't share it
+    with as traced: Inductor returns `x` for `x * torch.ones(4)`. Seen on 2.11 and 2.13."""
+    import torch._inductor.config as config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    key, write = "dynaflow: results", torch.ops.aten.copy_.default
+
+    class Pass(CustomGraphPass):
+        def __init__(self, users: Any, own: Callable[[fx.Graph], None]) -> None:
+            self._users, self._own = users, own
+
+        def __call__(self, graph: fx.Graph) -> None:
+            if self._users is not None:
+                self._users(graph)
+            self._own(graph)
+
+        def uuid(self) -> Any:
+            if self._users is None:
+                return key
+            users = self._users.uuid() if isinstance(self._users, CustomGraphPass) else None
+            return (key, users) if users is not None else None
+
+    def note(graph: fx.Graph) -> None:
+        (output,) = graph.find_nodes(op="output")
+        output.meta[key] = [_looked_at(node) for node in output.args[0]]
+        for node in graph.find_nodes(op="call_function", target=write):
+            node.meta[key] = _looked_at(node.args[1])
+
+    def copy(graph: fx.Graph) -> None:
+        (output,) = graph.find_nodes(op="output")
+        before, known, results = output.meta.pop(key, ()), dict[fx.Node, fx.Node](), list(output.args[0])
+        given = [node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")]
+        gradients = given.count(False) if any(given) else 0  # which may share memory: there is one for each input
+        for i, node in enumerate(results[: len(before) - gradients]):
+            if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            base = _looked_at(node)
+            shares = known.setdefault(base, before[i]) is not before[i]
+            if shares or (base.op == "placeholder" and base is not before[i]):
+                results[i] = copied(graph, node, torch.ops.aten.clone.default)
+        output.args = (type(output.args[0])(results),)
+        for node in graph.find_nodes(op="call_function", target=write):
+            base = _looked_at(node.args[1])
+            if node.meta.pop(key, base) is not base and base.op == "placeholder":  # it may be written first
+                made = copied(graph, node.args[1], torch.ops.dynaflow.copy.default)
+                node.args = (node.args[0], made, *node.args[2:])
+
+    def copied(graph: fx.Graph, node: fx.Node, function: OpOverload) -> fx.Node:
+        with graph.inserting_after(node):
+            made = graph.call_function(function, (node,))
+        with node.meta["val"].fake_mode:
+            made.meta = {**node.meta, "val": node.meta["val"].clone()}
+        return made
+
+    passes = {"joint_custom_pre_pass": note, "joint_custom_post_pass": copy}
+    theirs = {name: getattr(config, name) for name in passes}
+    return {name: Pass(theirs[name], own) for name, own in passes.items() if not isinstance(theirs[name], list)}
+
+
+def _looked_at(node: Any) -> Any:
+    """What a node of a traced graph is a view of; itself, if it is none."""
+    while isinstance(node, fx.Node):
+        called: Any = node.args[0] if node.target is operator.getitem else node  # one of several views
+        if not isinstance(called.target, OpOverload):
+            return node
+        returned = called.target._schema.returns
+        if not returned or returned[0].alias_info is None or returned[0].alias_info.is_write:
+            return node
+        node = called.args[0]
+    return node
 
 
 def _say_where_kernels_are_kept(inputs: Sequence[Any]) -> None:
@@ -742,19 +817,22 @@ def compile_passes(
     inputs: Sequence[Any],
     make: Callable[[fx.GraphModule, bool], Boxed],
     *,
+    native: bool,
     native_random: bool,
+    rewrite: bool,
     merge_calls: bool,
 ) -> Callable[..., Any]:
     """A graph that autograd can go back through: `make` gets the forward and the backward graph (True), as Inductor
     would get them, and returns what runs them. Where nothing wants a gradient there is one graph.
 
-    `native_random`: random numbers are drawn as torch draws them, not from Inductor's seeds. `merge_calls`: equal calls
+    `native`: torch's own kernels run them. `native_random`: random numbers are drawn as torch draws them, not from
+    Inductor's seeds. `rewrite`: Inductor may fold constants, and drop casts that round. `merge_calls`: equal calls
     become one. Seen to work on 2.11 and 2.13.
     """
     import torch._functorch.config
     import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.pattern_matcher import stable_topological_sort
+    from torch._inductor.decomposition import select_decomp_table
     from torch.utils._python_dispatch import _disable_current_modes
 
     def inner(graph: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
@@ -776,18 +854,21 @@ def compile_passes(
         "cse": merge_calls,
         "backward_pass_autocast": "off",  # as where backward() is called
     }
-    settings: dict[str, Any] = {"fallback_random": True} if native_random else {}
-    if torch._inductor.config.joint_custom_post_pass is None:
-        # Constants that Inductor folds may come before the sizes they are made of, and where no other pass changes
-        # the graph it is not sorted again.
-        settings["joint_custom_post_pass"] = stable_topological_sort
+    settings: dict[str, Any] = {"fallback_random": native_random or torch._inductor.config.fallback_random}
+    if not rewrite:
+        settings |= {"pattern_matcher": False, "joint_graph_constant_folding": False}
+    # Constants that Inductor folds may come before the sizes they are made of: where others have passes it sorts them.
+    settings |= _results_kept_apart()
     with (
         torch._functorch.config.patch(options),
         torch._inductor.config.patch(settings),
         _dual_levels_left(),
         _scalars_stay_inputs(gm),
     ):
-        made: Any = compile_fx(gm, list(inputs), inner_compile=inner)
+        # Inductor's sum of complex numbers looks at them as real ones, which kernels of torch's can't in all layouts.
+        sums = [getattr(torch.ops.aten.add, name) for name in torch.ops.aten.add.overloads()]
+        table = {op: decompose for op, decompose in select_decomp_table().items() if op not in sums}
+        made: Any = compile_fx(gm, list(inputs), inner_compile=inner, decompositions=table if native else None)
     return cast("Callable[..., Any]", made)
 
 
@@ -830,6 +911,58 @@ def hold(value: Any, results: Sequence[Any]) -> None:
         node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
         if node is not None:
             node.metadata["dynaflow"] = value
+
+
+class _Backward(threading.local):
+    """Of the backward pass that a thread is making."""
+
+    unused: frozenset[int] = frozenset()
+    """Places of results that the loss does not depend on."""
+
+
+_backward = _Backward()
+_NOTED = "dynaflow notes unused results"
+
+
+def note_unused(results: Sequence[Any]) -> None:
+    """Has `unused_results` know, in the backward pass, which of these results of `compile_passes` nothing was made of:
+    autograd hands over zeros as their gradients. Seen on 2.11 and 2.13."""
+    node: Any
+    for node in dict.fromkeys(result.grad_fn for result in results if isinstance(result, torch.Tensor)):
+        for _ in range(8):  # views of results, at the most of one another
+            if node is None or type(node).__name__ == "CompiledFunctionBackward":
+                break
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+        if node is not None and type(node).__name__ == "CompiledFunctionBackward" and _NOTED not in node.metadata:
+            node.metadata[_NOTED] = True
+            node.register_prehook(_note)
+
+
+def _note(gradients: Sequence[torch.Tensor | None]) -> None:
+    _backward.unused = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
+
+
+def unused_results() -> frozenset[int]:
+    """Which results of the forward graph nothing was made of, in the backward pass that is under way."""
+    unused, _backward.unused = _backward.unused, frozenset()
+    return unused
+
+
+def results_of_gradients() -> list[int]:
+    """For each gradient that the backward graph gets: the place of its result among those of the forward graph that is
+    being compiled. Seen on 2.11 and 2.13."""
+    meta = _traced()
+    kinds = ("non_alias", "unsafe_view_alias", "custom_function_view")
+    written = [meta.input_info[i] for i in meta.mutated_inp_runtime_indices]
+    places = [i for i, info in enumerate(written) if info.mutates_data and info.requires_grad]
+    places += [
+        i
+        for i, info in enumerate(meta.output_info, len(written))
+        if info.output_type.name in kinds and issubclass(info.raw_type, torch.Tensor)
+        if getattr(info, "requires_grad_for_backward", info.requires_grad)  # 2.13, and 2.11
+    ]
+    first = len(written) + len(meta.output_info)
+    return [*places, *range(first, first + meta.num_intermediate_bases)]
 
 
 def has_transforms(gm: fx.GraphModule) -> bool:
@@ -962,6 +1095,9 @@ def _fake_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) 
     return torch.empty(size, device=seed.device, dtype=torch.int64)
 
 
+_library.define("copy(Tensor x) -> Tensor")  # which no compiler takes for nothing
+_library.impl("copy", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("dynaflow::copy", torch.clone, lib=_library)
 torch.library.register_fake("dynaflow::random", _fake_random, lib=_library)
 torch.library.register_fake("dynaflow::randint", _fake_randint, lib=_library)
 

@@ -55,7 +55,7 @@ from dynaflow.errors import (
 from dynaflow.lower.lower import CudaGraph, Lowered, Lowerer, OnTask
 from dynaflow.lower.operators import Mode, Operators
 from dynaflow.lower.padding import Batch, Padding
-from dynaflow.modules import TRACED, keep_bags
+from dynaflow.modules import TRACED, keep_bags, leave_out_dropouts
 from dynaflow.runner import GraphRunner, PlainRunner, PlanReady, Raiser, Spaces
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 from dynaflow.schedule.check import check
@@ -138,6 +138,8 @@ class Engine:
         """Looks at each graph that is captured, and raises if it has something that can't be."""
         self.operators = Operators(operators)
         self.operators.failures = self.stats.compile_failures
+        self.rewrite = operators == "inductor"
+        """In training Inductor's front end may rewrite what is computed, as where it makes kernels of it."""
         self.lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
         self.local = _Local()
         self._facts: Facts = facts or {}
@@ -219,6 +221,7 @@ class Engine:
                 self.refuse(gm)
             if takes_nested(gm):
                 return self._plain(gm, "it takes nested tensors, whose sizes are no numbers")
+            leave_out_dropouts(gm)
             training = wants_gradients(gm)
             if not training and returns_gradients(gm):
                 return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
@@ -250,7 +253,7 @@ class Engine:
         merge_calls = not declares_regions(gm, self._rules_now())
         passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates,
                         training=training, merged_calls=merge_calls)  # fmt: skip
-        native_random = not training and self.operators.mode == "eager"
+        native = self.operators.mode == "eager"
         ours: list[Exception] = []
         written: set[int] = set()
         engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
@@ -273,8 +276,9 @@ class Engine:
 
         try:
             made = _torch.compile_passes(
-                copied_graph(gm), example_inputs, make, native_random=native_random, merge_calls=merge_calls
-            )
+                copied_graph(gm), example_inputs, make, native=native, native_random=native and not training,
+                rewrite=self.rewrite, merge_calls=merge_calls,
+            )  # fmt: skip
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
             return self._held(made, passes.without_gradients()) if training else made
         except Exception as e:
@@ -336,6 +340,7 @@ class Engine:
         def run(*args: Any) -> Any:
             results = passes(*args)
             _torch.hold(engine_of(), results)
+            _torch.note_unused(results)
             if any(results[i].requires_grad for i in without):
                 results = [r.detach() if i in without else r for i, r in enumerate(results)]
             return results

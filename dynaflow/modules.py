@@ -293,6 +293,32 @@ def _bag_rule(call: Call) -> Signature | Refusal:
     return Signature([Operand(t, rows) for t in given if isinstance(t, Tensor)], [rows])
 
 
+_DROPOUTS = {
+    F.dropout: ("input", "p", "training"),
+    F.dropout2d: ("input", "p", "training"),
+    F.dropout3d: ("input", "p", "training"),
+    F.alpha_dropout: ("input", "p", "training"),
+    F.feature_alpha_dropout: ("input", "p", "training"),
+    torch.dropout: ("input", "p", "train"),
+    torch.feature_dropout: ("input", "p", "train"),
+    torch.alpha_dropout: ("input", "p", "train"),
+    torch.feature_alpha_dropout: ("input", "p", "train"),
+}
+_DEFAULTS = {"p": 0.5, "training": True}
+
+
+def leave_out_dropouts(gm: fx.GraphModule) -> None:
+    """Takes dropouts that drop nothing out of the graph. They return what they are given, itself, and AOTAutograd (2.11
+    and 2.13) makes a copy of it."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in _DROPOUTS:
+            names = _DROPOUTS[node.target]
+            given = {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+            if given[names[2]] is False or given["p"] == 0:
+                node.replace_all_uses_with(given["input"])
+                gm.graph.erase_node(node)
+
+
 def keep_bags(gm: fx.GraphModule) -> None:
     """Puts our operator in the place of `embedding_bag` on ids of two dims: bags of equal size, one for each row."""
     calls = gm.graph.find_nodes(op="call_function", target=F.embedding_bag)

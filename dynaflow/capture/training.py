@@ -92,11 +92,19 @@ class Passes:
         """Of the graph that Dynamo made, which goes."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
         self._memory = Memory.of(gm)
+        self._first, self._bases = 0, dict[int, int]()
+        """Which result of the forward pass is the first of the graph's; and which is there for which to be made of."""
         self._forward: CapturedGraph | None = None
         self._stored: dict[str, fx.Node] = {}
         """What the forward pass stores in host memory, by the name that it has in both passes."""
         self._fresh: list[int] = []
         """Results of the forward pass that are views of nothing that the caller knows."""
+        self._needs = _results_of_inputs(gm)
+        """For each input: which results depend on it."""
+        self._own_gradients: list[int] = []
+        """Of which results the backward pass gets the gradients."""
+        self._made_of: list[frozenset[int]] = []
+        """For each gradient that it makes: of which results' gradients."""
         self._updating: Updating | None = None
         if updates is not None and training:
             real = [_torch.graph_input(node)[2] for node in self._inputs]
@@ -123,6 +131,10 @@ class Passes:
             (output,) = gm.graph.find_nodes(op="output")
             results = output.args[0]
             self._fresh = [i for i in _torch.fresh_results() if _is_made(results[i])]
+            self._own_gradients = _torch.results_of_gradients()
+            self._first, self._bases = _torch.first_result(), _torch.bases_of_results()
+        else:
+            self._made_of = self._made_of_gradients(gm)
         if self._at_least is not None and self._training:
             self._fetch(gm) if backward else self._store(gm, self._at_least)
         if self._updating is not None:
@@ -148,8 +160,41 @@ class Passes:
     def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
         """What runs a pass, as AOTAutograd calls it."""
         if backward:
-            return self._updating.call(run) if self._updating is not None else run
+            return self._updating.call(run) if self._updating is not None else self._unless_unused(run)
         return _without_bases(run, self._fresh) if self._fresh else run
+
+    def _made_of_gradients(self, gm: fx.GraphModule) -> list[frozenset[int]]:
+        """For each result of the backward graph: the places of results without whose gradients it is None. Beside what
+        it is made of those are results that depend on the input: gradients of zeros need not show."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        given = [node for node in placeholders if node.name.startswith("tangents_")]  # AOTAutograd's name for them
+        known = dict.fromkeys(placeholders, frozenset[int]())
+        known |= {node: frozenset({place}) for node, place in zip(given, self._own_gradients, strict=True)}
+        for node in gm.graph.nodes:
+            if node not in known:
+                known[node] = frozenset().union(*(known[n] for n in node.all_input_nodes))
+        (output,) = gm.graph.find_nodes(op="output")
+        made_of = [known[n] if isinstance(n, fx.Node) else frozenset() for n in output.args[0]]
+        if len(made_of) != len(self._needs):  # some inputs are made of several tensors
+            return [frozenset()] * len(made_of)
+        seen = [self._bases.get(place, place) - self._first for place in self._own_gradients]
+        return [  # less than 0: an input that is written
+            places | {own for own, i in zip(self._own_gradients, seen, strict=True) if i < 0 or i in needs}
+            for places, needs in zip(made_of, self._needs, strict=True)
+        ]
+
+    def _unless_unused(self, run: _torch.Boxed) -> _torch.Boxed:
+        """Without the gradients of what nothing but unused results depend on, which are None in eager torch."""
+        made_of = self._made_of
+
+        def call(args: list[Any]) -> Any:
+            unused = _torch.unused_results()
+            results = run(args)
+            if unused:
+                results = [None if made_of[i] and made_of[i] <= unused else r for i, r in enumerate(results)]
+            return results
+
+        return call
 
     def _check_saved(self, gm: fx.GraphModule) -> None:
         (output,) = gm.graph.find_nodes(op="output")
@@ -260,8 +305,7 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             return "a result shares memory with a view that was taken without gradients"
         if len({t.requires_grad for t in (*views, *given)}) > 1:
             return "results share memory with one another or with an input, and only some have gradients"
-        counter = len({id(t) for t in (*given, *views)}) == 1 and not views[0].requires_grad  # `self.calls += 1`
-        if any(t._version for t in given) and not counter:
+        if any(t._version for t in given) and not _is_counter(given, views, inputs):
             return "a result shares memory with an input that is written"
         if any(t.is_complex() or t.is_neg() for t in given):
             return "a result shares memory with an input of complex numbers, or a part of them"
@@ -273,6 +317,14 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
 
 
 _SECRET_VIEWS = {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
+
+
+def _is_counter(given: list[torch.Tensor], views: list[torch.Tensor], inputs: Mapping[int, list[torch.Tensor]]) -> bool:
+    """Whether the results are an input itself, without gradients, as after `self.calls += 1`. Where another input that
+    is written has gradients, AOTAutograd (2.11 and 2.13) returns it in the place of another result."""
+    if len({id(t) for t in (*given, *views)}) > 1 or views[0].requires_grad:
+        return False
+    return not any(t._version and t.requires_grad for tensors in inputs.values() for t in tensors)
 
 
 def _viewed_without_gradients(gm: fx.GraphModule) -> set[int | None]:
@@ -328,6 +380,21 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
         if shares_input or made_of.setdefault(own, _made_of(node)) != _made_of(node):
             other = "an input" if shares_input else "another"
             raise Mistraced(f"result {i - first} shares memory with {other}, but is no view of it to torch")
+
+
+def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
+    """For each input: which results autograd would go back to it from, be it with a gradient of zeros."""
+    placeholders, needs = gm.graph.find_nodes(op="placeholder"), dict[fx.Node, set[int]]()
+    (output,) = gm.graph.find_nodes(op="output")
+    for i, result in enumerate(output.args[0]):
+        if isinstance(result, fx.Node):
+            needs.setdefault(result, set()).add(i)
+    for node in reversed(gm.graph.nodes):
+        values = _torch.tree_leaves(node.meta.get("example_value"))
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+            for used in node.all_input_nodes:
+                needs.setdefault(used, set()).update(needs.get(node, ()))
+    return [needs.get(node, set()) for node in placeholders]
 
 
 def _is_made(node: Any) -> bool:

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from dynaflow.capture.graph import copied
 from dynaflow.engine import Engine
 from dynaflow.errors import DynaFlowError
-from tests.fuzz.compare import Mismatch, Run, Undefined, compare, compare_gradients
+from tests.fuzz.compare import Mismatch, Run, Undefined, compare, compare_gradients, used_of
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine_way import count_plans, functions_of
 from tests.fuzz.graphs import RandomGraph, random_graph
@@ -51,6 +51,7 @@ def draw_training(dice: Dice) -> Group:
     scheduler = RandomScheduler(dice, rules=graph.rules)
     engine = Engine(scheduler, operators="eager", batch_dims=graph.batch_dims, parameters=names)
     engine.lowerer.chains = dice.one_in(2)
+    engine.rewrite = dice.one_in(2)  # as for compiled operators
     if not any(i.grad for i in graph.given):
         raise Undefined("no input wants a gradient")
     _gradients(graph, graph.gm, POINTS[0], 0)  # eager refuses it?
@@ -184,7 +185,7 @@ def _compare(expected: tuple[Run, dict[str, Any]], found: tuple[Run, dict[str, A
 def _gradients(
     graph: RandomGraph, function: Any, sizes: Sizes, seed: int, ours: bool = False
 ) -> tuple[Run, dict[str, Any]]:
-    """Of a loss in which each element of each result counts differently."""
+    """Of a loss in which each element of each result that it uses counts differently."""
     memory = graph.memory(sizes, seed)
     for given in graph.given:
         if given.grad:
@@ -195,7 +196,8 @@ def _gradients(
         lossy = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
         random = torch.Generator().manual_seed(3)
         loss: Any = sum(
-            (r * torch.rand(r.shape, generator=random, dtype=torch.float64)).sum() for r in map(_real, lossy)
+            (r * torch.rand(r.shape, generator=random, dtype=torch.float64)).sum()
+            for r in map(_real, used_of(lossy, seed))
         )
         grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True) if lossy else [None] * len(wanted)
     except EAGER as e:

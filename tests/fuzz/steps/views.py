@@ -149,3 +149,22 @@ def shape_in_place(b: Builder) -> Any:
         changed = b.call(name, x, b.dice.below(x.ndim), b.dice.below(x.ndim))
     used = b.dice.pick([changed, x])
     return b.call("add" if b.dice.one_in(2) else "add_", used, 1) if used.dense else changed
+
+
+@step(1)
+def same(b: Builder) -> Any:
+    """Calls that return what they are given, itself."""
+    x = b.some(lambda v: v.value.is_floating_point())
+    if b.dice.one_in(2):
+        return b.call(torch.nn.functional.dropout, x, 0.5, False)
+    return b.call(b.dice.pick(["contiguous", "double", "resolve_conj"]), x)
+
+
+@step(1)
+def neutral(b: Builder) -> Any:
+    """Copies of what they are given, which compilers take for that itself."""
+    x = b.some(lambda v: v.ndim > 0 and v.value.is_floating_point())
+    one = b.dice.one_in(2)
+    constant = b.call(torch.ones if one else torch.zeros, 1, dtype=torch.float64)
+    functions = [operator.mul, operator.truediv] if one else [operator.add, operator.sub]
+    return b.call(b.dice.pick(functions), x, constant)

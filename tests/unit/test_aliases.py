@@ -1,0 +1,172 @@
+"""Which results share memory with which tensors, and which have gradients: as in eager torch, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dynaflow as df
+from tests.helpers import Each, compiled, randn
+
+WEIGHT = nn.Parameter(torch.ones(4))
+
+
+def written_after(x: Tensor) -> Tensor:
+    y = x * torch.ones(4)
+    x.mul_(2)
+    return y
+
+
+def both(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.sin()
+    return y, y * torch.ones(1)
+
+
+NEUTRAL: dict[str, Callable[[Tensor], Any]] = {
+    "times ones": lambda x: x * torch.ones(x.shape[1]),
+    "plus zeros": lambda x: (x + torch.zeros_like(x)).view(-1),
+    "minus zero, by one": lambda x: (x - torch.zeros(1), x / torch.ones(1)),
+    "a parameter": lambda x: (x.sin(), WEIGHT * torch.ones(4)),
+    "one another": both,
+    "written after": written_after,
+    "views": lambda x: (x.view(-1), *x.unbind(1)),
+}
+
+
+def memory(results: Any, *tensors: Tensor) -> list[bool]:
+    given = [*(results if isinstance(results, tuple) else (results,))]
+    places = [tensor.untyped_storage().data_ptr() for tensor in (*given, *tensors)]
+    return [one == other for one in places for other in places]
+
+
+@pytest.mark.parametrize("scheduler", ["sequential", Each(split=2)])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_compiled_results_share_memory_as_eager_ones_do(name: str, scheduler: Any) -> None:
+    """Inductor takes `x * torch.ones(4)` for `x`."""
+    model, x, same = NEUTRAL[name], randn(4, 4), randn(4, 4)
+    fast = df.compile(model, scheduler)
+    with torch.no_grad():
+        try:
+            found = fast(x)
+        except df.SplitError:
+            pytest.skip("nothing to split")
+        expected = model(same)
+    assert not fast.stats.compile_failures
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(x, same)
+    assert memory(found, x, WEIGHT) == memory(expected, same, WEIGHT)
+
+
+def test_a_result_written_behind_a_graph_break() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * torch.ones(4)
+        torch._dynamo.graph_break()
+        y.mul_(2)
+        return y + x
+
+    with torch.no_grad():
+        torch.testing.assert_close(df.compile(model, "sequential")(randn(4, 4)), model(randn(4, 4)))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.linear = nn.Dropout(0.1), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.linear(x)
+        h = self.dropout(e)
+        h += x
+        return self.linear(h) + e
+
+
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_dropouts_that_drop_nothing_return_what_they_are_given(operators: Any, grad: bool) -> None:
+    model = Residual().eval()
+    fast = df.compile(model, Each(split=2), operators=operators)
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(fast(randn(6, 4)), model(randn(6, 4)))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.dropout(x, p=0.0),
+        lambda x: F.dropout2d(x.view(-1, 2, 2), 0.3, False),
+        lambda x: F.alpha_dropout(x, training=False),
+        lambda x: torch.dropout(x, 0.5, False).add_(1),
+        lambda x: F.dropout(x.sin(), 0.5, True) * 0,
+    ],
+)
+def test_dropouts_by_function(function: Callable[[Tensor], Tensor], grad: bool) -> None:
+    x, same = randn(6, 4), randn(6, 4)
+    with torch.set_grad_enabled(grad):
+        found, expected = compiled(function, "sequential")(x), function(same)
+    torch.testing.assert_close((found, x), (expected, same))
+    assert memory(found, x) == memory(expected, same)
+
+
+class Heads(nn.Module):
+    """Of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, zeroed: bool = False) -> tuple[Tensor, ...]:
+        y = self.body(x).tanh()
+        one, other = self.first(y), self.second(y)
+        return one, other.mul(1).zero_() + 1 if zeroed else other.T, other.sum().detach()
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_what_only_unused_results_depend_on_has_no_gradients(used: tuple[int, ...], zeroed: bool) -> None:
+    model, plain = Heads(), Heads()
+    plain.load_state_dict(model.state_dict())
+    fast = compiled(model, Each(split=2))
+    for _ in range(2):
+        for call in (fast, plain):
+            results = call(randn(6, 4), zeroed)
+            sum(results[i].square().sum() for i in used).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_counter_beside_an_input_that_gets_gradients() -> None:
+    """AOTAutograd would return the counter in the place of another result."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("calls", torch.zeros(6))
+
+        def forward(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+            self.calls += 1
+            y = torch.sin(x * self.weight)
+            total.add_(x * self.weight)
+            return torch.full((4,), x.shape[0]), y
+
+    model, plain = Counting(), Counting()
+    found = compiled(model, "sequential")(randn(6, 4), torch.zeros(6, 4))
+    torch.testing.assert_close(found, plain(randn(6, 4), torch.zeros(6, 4)))
+    torch.testing.assert_close(model.calls, plain.calls)
+
+
+def test_casts_that_round_do_so_in_training() -> None:
+    linear = nn.Linear(4, 4)
+
+    def model(x: Tensor) -> Tensor:
+        return linear(x).half().float() * 2
+
+    assert torch.equal(compiled(model, "sequential")(randn(6, 4)), model(randn(6, 4)))
