@@ -122,6 +122,8 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced_instead)
     _leave_mapped_functions_alone()
     _break_where_traces_go_wrong()
+    if TORCH < (2, 13):  # since then it is known; before, AOTAutograd drops the errors of torch.linalg in training
+        fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
     for code in _NEVER_FRAMES:
         torch._dynamo.eval_frame.skip_code(code)
 
@@ -657,13 +659,17 @@ def _results_kept_apart() -> dict[str, Any]:
 
     def note(graph: fx.Graph) -> None:
         (output,) = graph.find_nodes(op="output")
+        if isinstance(output.args[0], fx.Node):  # a graph within another
+            return
         output.meta[key] = [_looked_at(node) for node in output.args[0]]
         for node in graph.find_nodes(op="call_function", target=write):
             node.meta[key] = _looked_at(node.args[1])
 
     def copy(graph: fx.Graph) -> None:
         (output,) = graph.find_nodes(op="output")
-        before, known, results = output.meta.pop(key, ()), dict[fx.Node, fx.Node](), list(output.args[0])
+        if key not in output.meta:
+            return
+        before, known, results = output.meta.pop(key), dict[fx.Node, fx.Node](), list(output.args[0])
         given = [node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")]
         gradients = given.count(False) if any(given) else 0  # which may share memory: there is one for each input
         for i, node in enumerate(results[: len(before) - gradients]):
@@ -963,6 +969,11 @@ def results_of_gradients() -> list[int]:
     ]
     first = len(written) + len(meta.output_info)
     return [*places, *range(first, first + meta.num_intermediate_bases)]
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents, of forward-mode AD. Seen on 2.11 and 2.13."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def has_transforms(gm: fx.GraphModule) -> bool:

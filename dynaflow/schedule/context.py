@@ -257,14 +257,17 @@ class ScheduleContext:
         """What must be executed before it: what makes its values, or touches its memory; and, where it needs something
         of earlier rows, what leaves that for earlier micro-batches."""
         self._start()
+        if not isinstance(item, OpItem):
+            raise _not_an_item("before()", item)
         return [self._item(self.ops[o], m) for o, m in dict.fromkeys(self._before(item))]
 
     def is_ready(self, items: Sequence[OpItem]) -> bool:
         """Whether `execute(items)` may come now: what they wait for was executed, or is among them. Some are ready
         together and not one by one: an operator with a state of its own runs for one micro-batch after another."""
         self._start()
+        items = _items("is_ready()", items)
         own = {(i.op.index, m) for i in items for m in (i.micro_batches if i.op.splittable else (0,))}
-        merged = [_merge(list(items))] if len({i.op for i in items}) == 1 else items
+        merged = [_merge(items)] if len({i.op for i in items}) == 1 else items
         return all(unit in self._owner or unit in own for item in merged for unit in self._before(item))
 
     def items(self, op: Op | str) -> list[OpItem]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -141,6 +142,25 @@ def test_sizes_that_depend_on_data(grad: bool) -> None:
         for rows in (6, 5):
             torch.testing.assert_close(fast(randn(rows, 4)), model(randn(rows, 4)))
     assert "depends on" in fast.stats.plain_reasons[0]
+
+
+def test_dual_tensors() -> None:
+    """AOTAutograd's function knows nothing of forward-mode AD."""
+    fast, x = compiled(LINEAR, "sequential"), randn(6, 4)
+    torch.testing.assert_close(fast(x), LINEAR(x))
+    with fwAD.dual_level():
+        found, expected = (fwAD.unpack_dual(call(fwAD.make_dual(x, x.cos()))) for call in (fast, LINEAR))
+        torch.testing.assert_close(found.tangent, expected.tangent)
+
+
+def test_errors_of_linalg_are_raised_in_training() -> None:
+    """AOTAutograd of torch 2.11 drops them."""
+
+    def model(x: Tensor) -> Tensor:
+        return torch.linalg.inv(x[:2, :2] * 0).sum() + LINEAR(x)
+
+    with pytest.raises(torch.linalg.LinAlgError):
+        compiled(model, "sequential")(randn(6, 4))
 
 
 def test_gradients_of_a_mapped_function_are_its_own() -> None:
