@@ -676,8 +676,8 @@ def _results_kept_apart() -> dict[str, Any]:
             if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             base = _looked_at(node)
-            shares = known.setdefault(base, before[i]) is not before[i]
-            if shares or (base.op == "placeholder" and base is not before[i]):
+            own = base if base.op == "placeholder" else known.setdefault(base, before[i])
+            if own is not before[i]:
                 results[i] = copied(graph, node, torch.ops.aten.clone.default)
         output.args = (type(output.args[0])(results),)
         for node in graph.find_nodes(op="call_function", target=write):

@@ -272,7 +272,7 @@ class Engine:
                     raise
                 engine.stats.plain_graphs += 1
                 engine.stats.plain_reasons.append(fall_back(e, f"the backward pass of {engine.name}"))
-                return _torch.boxed_forward(part)
+                return _torch.boxed_forward(_torch.with_own_draws(part))
 
         try:
             made = _torch.compile_passes(

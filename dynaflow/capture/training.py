@@ -168,15 +168,15 @@ class Passes:
         it is made of those are results that depend on the input: gradients of zeros need not show."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         given = [node for node in placeholders if node.name.startswith("tangents_")]  # AOTAutograd's name for them
+        (output,) = gm.graph.find_nodes(op="output")
+        if len(given) != len(self._own_gradients) or len(output.args[0]) != len(self._needs):
+            return [frozenset()] * len(output.args[0])  # some are made of several tensors
         known = dict.fromkeys(placeholders, frozenset[int]())
         known |= {node: frozenset({place}) for node, place in zip(given, self._own_gradients, strict=True)}
         for node in gm.graph.nodes:
             if node not in known:
                 known[node] = frozenset().union(*(known[n] for n in node.all_input_nodes))
-        (output,) = gm.graph.find_nodes(op="output")
         made_of = [known[n] if isinstance(n, fx.Node) else frozenset() for n in output.args[0]]
-        if len(made_of) != len(self._needs):  # some inputs are made of several tensors
-            return [frozenset()] * len(made_of)
         seen = [self._bases.get(place, place) - self._first for place in self._own_gradients]
         return [  # less than 0: an input that is written
             places | {own for own, i in zip(self._own_gradients, seen, strict=True) if i < 0 or i in needs}

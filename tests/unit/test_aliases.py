@@ -35,6 +35,7 @@ NEUTRAL: dict[str, Callable[[Tensor], Any]] = {
     "one another": both,
     "written after": written_after,
     "views": lambda x: (x.view(-1), *x.unbind(1)),
+    "a copy before views": lambda x: (x * torch.ones(4), *x.unbind(1), x + 0),
 }
 
 
