@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -390,7 +391,10 @@ def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
         if isinstance(result, fx.Node):
             needs.setdefault(result, set()).add(i)
     for node in reversed(gm.graph.nodes):
-        values = _torch.tree_leaves(node.meta.get("example_value"))
+        value = node.meta.get("example_value")
+        if isinstance(value, (tuple, list)) and isinstance(node.target, types.FunctionType):
+            continue  # of functions in Python, as nn.MultiheadAttention's, not all results depend on all that they get
+        values = _torch.tree_leaves(value)
         if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
             for used in node.all_input_nodes:
                 needs.setdefault(used, set()).update(needs.get(node, ()))

@@ -31,6 +31,11 @@ LOOSELY = 100.0
 FORK_SECONDS = 60
 
 
+TORCHS = ("modified by an inplace operation", "backward through the graph a second time")
+"""A graph may keep other inputs for its backward pass than eager does, which are then written to; and to autograd each
+of its results depends on all of its inputs, so buffers with gradients of an earlier call count for all."""
+
+
 class Torchs(Exception):
     """torch.compile can't do it either. (Where it does the wrong thing, we must not.)"""
 
@@ -82,8 +87,7 @@ class Door:
                 raise Torchs(str(e)) from e  # the outermost is torch's own
             raise
         except Exception as e:
-            # A graph may keep other inputs for its backward pass than eager does, and a later one write to them.
-            if "modified by an inplace operation" in str(e) or self._is_torchs(sizes, seed, mode):
+            if any(text in str(e) for text in TORCHS) or self._is_torchs(sizes, seed, mode):
                 raise Torchs(str(e)) from e
             raise
 

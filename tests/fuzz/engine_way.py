@@ -117,7 +117,9 @@ def compare_with_eager(case: Case, sizes: Sizes, seed: int, run: Any = None) -> 
         try:
             found = Run(scheduled, (run or case.group.runner)(*numbers, *graph.tensors(scheduled)))
             compare(expected, found)
-        except (Mismatch, VerifyError) as e:
+        except Exception as e:
+            if isinstance(e, DynaFlowError) and not isinstance(e, VerifyError):
+                raise
             if graph.is_captured_anew(sizes, seed):
                 raise Undefined("Dynamo would capture it anew for these sizes") from e
             raise

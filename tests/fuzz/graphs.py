@@ -75,12 +75,12 @@ class RandomGraph:
 
     def is_captured_anew(self, sizes: Sizes, seed: int) -> bool:
         """Whether Dynamo would capture it again for these sizes: it guards on what is a view, where that depends on
-        strides (`flatten`)."""
+        strides (`flatten`), and on slices that end behind the end."""
         with torch.no_grad():
             return self._looks(sizes, seed) != self._looks(POINTS[0], 0)
 
     def _looks(self, sizes: Sizes, seed: int) -> list[bool]:
-        """Of each call, whether its result is a view of an argument."""
+        """Of each call, whether its result is a view of an argument; and of its slices, whether they are cut short."""
         run = _Looking(self.gm)
         run.run(*self.args(sizes, seed))
         return run.found
@@ -144,6 +144,13 @@ class _Looking(fx.Interpreter):
         given = [a for a in map(self.env.get, n.all_input_nodes) if isinstance(a, torch.Tensor)]
         memory = {a.untyped_storage()._cdata for a in given}
         self.found.append(isinstance(result, torch.Tensor) and result.untyped_storage()._cdata in memory)
+        if n.target is operator.getitem and given:
+            index = fx.node.map_arg(n.args[1], self.env.get)
+            cuts = index if isinstance(index, tuple) else (index,)
+            self.found += [
+                isinstance(cut, slice) and cut.stop is not None and cut.stop > size
+                for cut, size in zip(cuts, given[0].shape, strict=False)
+            ]
         return result
 
 

@@ -171,3 +171,11 @@ def test_casts_that_round_do_so_in_training() -> None:
         return linear(x).half().float() * 2
 
     assert torch.equal(compiled(model, "sequential")(randn(6, 4)), model(randn(6, 4)))
+
+
+def test_a_function_of_several_results_of_which_one_is_used() -> None:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = randn(6, 3, 4)
+    compiled(lambda x: attention(x, x, x), "sequential")(x)[1].square().sum().backward()
+    assert attention.out_proj.weight.grad is None
+    assert attention.in_proj_weight.grad is not None
