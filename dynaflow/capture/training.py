@@ -290,6 +290,8 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             return f"{name} changes a tensor's shape in place"
         if node.op.startswith("call") and name in _SECRET_VIEWS:
             return f"{name} makes views that torch does not take for such"
+        if node.op.startswith("call") and name == "unfold" and node.meta["example_value"]._version:
+            return "a view by unfold is written"  # what lies between its windows would become zero
     (output,) = gm.graph.find_nodes(op="output")
     inputs: dict[int, list[torch.Tensor]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):

@@ -65,11 +65,14 @@ def used_of(results: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
     return [r for i, r in enumerate(results) if seed % 3 or seed // 3 >> i & 1] or results
 
 
-def compare_gradients(expected: dict[str, Any], found: dict[str, Any], loosely: float) -> None:
+def compare_gradients(expected: dict[str, Any], found: dict[str, Any], loosely: float, zeros: bool = False) -> None:
+    """`zeros`: they may stand for none, and none for them."""
     for name, e in expected.items():
         f = found[name]
         if f is None and e is None:
             continue
+        if zeros and (f is None or e is None):
+            e, f = (torch.zeros_like(f), f) if e is None else (e, torch.zeros_like(e))
         if e is None:
             raise Mismatch(f"the gradient of {name} is no longer None, but\n{f}")
         if f is None:

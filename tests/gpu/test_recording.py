@@ -75,8 +75,8 @@ def test_spans_of_two_streams_overlap() -> None:
         assert min(spans["a"][1], spans["b"][1]) > max(spans["a"][0], spans["b"][0]), spans
         assert spans["end"][0] >= max(spans["a"][1], spans["b"][1]) - 1e-5
         assert all(1e-4 < end - start < 1.0 for start, end in spans.values())
-        # One clock: no task starts before the host has called, but for what the clocks are apart.
-        assert min(start for start, _ in call.spans) > call.begin - 1e-3
+        # One clock: no task starts before the host has called, but for what the clocks are apart on a busy card.
+        assert min(start for start, _ in call.spans) > call.begin - 5e-3
         assert call.memory and call.overlap > 1.0
 
 

@@ -179,3 +179,17 @@ def test_a_function_of_several_results_of_which_one_is_used() -> None:
     compiled(lambda x: attention(x, x, x), "sequential")(x)[1].square().sum().backward()
     assert attention.out_proj.weight.grad is None
     assert attention.in_proj_weight.grad is not None
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_lies_between_windows_stays_when_they_are_written(mapped: bool) -> None:
+    """AOTAutograd would make zeros of it."""
+
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        x.unfold(0, 2, 2).transpose(0, 1).add_(1)
+        return torch.func.vmap(torch.sin)(weight) if mapped else weight * 2
+
+    weight = nn.Parameter(torch.ones(4), requires_grad=not mapped)
+    x, same = randn(7, 4), randn(7, 4)
+    found, expected = compiled(model, "sequential")(x, weight), model(same, weight)
+    torch.testing.assert_close((found, x), (expected, same))
