@@ -280,7 +280,7 @@ class Engine:
                 rewrite=self.rewrite, merge_calls=merge_calls,
             )  # fmt: skip
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
-            return self._held(made, passes.without_gradients(), gm) if training else made
+            return self._held(made, passes, gm) if training else made
         except Exception as e:
             if ours and isinstance(ours[0], Mistraced):
                 return self._plain(gm, str(ours[0]))
@@ -330,21 +330,20 @@ class Engine:
         except (Contradiction, Unschedulable):  # it runs plainly in any case
             return True
 
-    def _held(self, passes: Callable[..., Any], without: list[int], gm: fx.GraphModule) -> Callable[..., Any]:
-        """The passes; what is to run backward holds the engine, since the compiled model may be gone by then.
-
-        `without`: the places of results that have no gradients. `gm`: what runs in forward-mode AD, which AOTAutograd's
-        function knows nothing of.
-        """
+    def _held(self, made: Callable[..., Any], passes: Passes, gm: fx.GraphModule) -> Callable[..., Any]:
+        """What AOTAutograd has made of the passes; what is to run backward holds the engine, since the compiled model
+        may be gone by then. `gm`: what runs in forward-mode AD, which AOTAutograd's function knows nothing of."""
         engine_of = weakref.ref(self)
+        without, notes = passes.without_gradients(), passes.may_leave_some_unused()
         plain = PlainRunner(self, gm, "forward-mode AD is on")
 
         def run(*args: Any) -> Any:
             if _torch.in_forward_mode():
                 return plain(*args)
-            results = passes(*args)
+            results = made(*args)
             _torch.hold(engine_of(), results)
-            _torch.note_unused(results)
+            if notes:
+                _torch.note_unused(results)
             if any(results[i].requires_grad for i in without):
                 results = [r.detach() if i in without else r for i, r in enumerate(results)]
             return results

@@ -158,10 +158,16 @@ class Passes:
         """The results that have none in eager torch. AOTAutograd gives some to copies of what has some later on."""
         return [i for i, wanted in enumerate(self._memory.gradients) if wanted is False]
 
+    def may_leave_some_unused(self) -> bool:
+        """Whether a backward pass may come from some results and not from others."""
+        return self._updating is None and len(self._own_gradients) > 1
+
     def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
         """What runs a pass, as AOTAutograd calls it."""
         if backward:
-            return self._updating.call(run) if self._updating is not None else self._unless_unused(run)
+            if self._updating is not None:
+                return self._updating.call(run)
+            return self._unless_unused(run) if self.may_leave_some_unused() else run
         return _without_bases(run, self._fresh) if self._fresh else run
 
     def _made_of_gradients(self, gm: fx.GraphModule) -> list[frozenset[int]]:
