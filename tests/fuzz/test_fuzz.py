@@ -18,8 +18,9 @@ CASES = int(os.environ.get("DYNAFLOW_FUZZ_CASES", "2000"))
 SHARES = {"engine": 0.85, "train": 0.15}
 """Of the cases, by way: those that take long are few."""
 
-FEWEST = {"engine": 0.5, "train": 0.5}
-"""Of the cases that want to split, the share that has to: a generator whose cases are all refused finds nothing."""
+FEWEST = {"engine": 0.45, "train": 0.35}
+"""Of the cases that want to split, the share that has to: a generator whose cases are all refused finds nothing. Of many
+cases 0.56 and 0.58 do; what is here is three to four standard deviations less, for the 425 and 75 graphs of a run."""
 
 
 def run(way: str, capsys: pytest.CaptureFixture[str]) -> Outcome:
