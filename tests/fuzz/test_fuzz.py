@@ -19,8 +19,8 @@ SHARES = {"engine": 0.85, "train": 0.15}
 """Of the cases, by way: those that take long are few."""
 
 FEWEST = {"engine": 0.45, "train": 0.35}
-"""Of the cases that want to split, the share that has to: a generator whose cases are all refused finds nothing. Of many
-cases 0.56 and 0.58 do; what is here is three to four standard deviations less, for the 425 and 75 graphs of a run."""
+"""Of the cases that want to split, the share that has to: a generator whose cases are all refused finds nothing.
+Of many cases 0.56 and 0.58 do; this is three to four standard deviations less, for the 425 and 75 graphs of a run."""
 
 
 def run(way: str, capsys: pytest.CaptureFixture[str]) -> Outcome:
