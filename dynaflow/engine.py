@@ -34,6 +34,7 @@ from dynaflow.capture.training import (
     Passes,
     declares_regions,
     returns_gradients,
+    returns_or_writes,
     strange_parts,
     takes_nested,
     untraceable_views,
@@ -221,13 +222,15 @@ class Engine:
                 self.refuse(gm)
             if takes_nested(gm):
                 return self._plain(gm, "it takes nested tensors, whose sizes are no numbers")
-            leave_out_dropouts(gm)
+            left_out = leave_out_dropouts(gm)
             training = wants_gradients(gm)
             if not training and returns_gradients(gm):
                 return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
             inline(gm, training=training)
             keep_bags(gm)
             if training or strange_parts(gm) is not None:
+                if left_out and returns_or_writes(gm, left_out):  # AOTAutograd would not know what they are
+                    return self._plain(gm, "what a dropout returns that drops nothing is returned or written")
                 return self._traced(gm, example_inputs, training)
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead

@@ -307,16 +307,19 @@ _DROPOUTS = {
 _DEFAULTS = {"p": 0.5, "training": True}
 
 
-def leave_out_dropouts(gm: fx.GraphModule) -> None:
-    """Takes dropouts that drop nothing out of the graph. They return what they are given, itself, and AOTAutograd (2.11
-    and 2.13) makes a copy of it."""
+def leave_out_dropouts(gm: fx.GraphModule) -> list[Tensor]:
+    """Takes dropouts that drop nothing out of the graph. They return what they are given, itself, and torch.compile
+    (2.11 and 2.13) makes a copy of it. Returns what it takes for their results, which others may be views of."""
+    left_out = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _DROPOUTS:
             names = _DROPOUTS[node.target]
             given = {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
             if given[names[2]] is False or given["p"] == 0:
+                left_out.append(node.meta["example_value"])
                 node.replace_all_uses_with(given["input"])
                 gm.graph.erase_node(node)
+    return left_out
 
 
 def keep_bags(gm: fx.GraphModule) -> None:

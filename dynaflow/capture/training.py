@@ -353,6 +353,13 @@ def _is_made_of_windows(tensor: torch.Tensor) -> bool:
     return overlaps_itself([n if s else 1 for n, s in zip(size, stride, strict=True)], stride)
 
 
+def returns_or_writes(gm: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the graph does so with what shares memory with these."""
+    if any(tensor._version for tensor in tensors):
+        return True
+    return bool({_torch.storage_id(tensor) for tensor in tensors} & set(Memory.of(gm).results))
+
+
 def views_returned(gm: fx.GraphModule) -> set[fx.Node]:
     """The inputs that share memory with a result."""
     returned = set(Memory.of(gm).results) - {None}

@@ -165,6 +165,6 @@ def neutral(b: Builder) -> Any:
     """Copies of what they are given, which compilers take for that itself."""
     x = b.some(lambda v: v.ndim > 0 and v.value.is_floating_point())
     one = b.dice.one_in(2)
-    constant = b.call(torch.ones if one else torch.zeros, 1, dtype=torch.float64)
+    constant = b.call(torch.ones if one else torch.zeros, 1, dtype=x.value.dtype)
     functions = [operator.mul, operator.truediv] if one else [operator.add, operator.sub]
     return b.call(b.dice.pick(functions), x, constant)
