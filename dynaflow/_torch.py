@@ -698,17 +698,24 @@ def _results_kept_apart() -> dict[str, Any]:
     return {name: Pass(theirs[name], own) for name, own in passes.items() if not isinstance(theirs[name], list)}
 
 
-def _looked_at(node: Any) -> Any:
-    """What a node of a traced graph is a view of; itself, if it is none."""
-    while isinstance(node, fx.Node):
+def is_view(schema: Any) -> bool:
+    aliases = [r.alias_info for r in schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def looked_through(node: fx.Node) -> Iterator[fx.Node]:
+    """A node of a traced graph, and what it is a view of, to the end."""
+    while True:
+        yield node
         called: Any = node.args[0] if node.target is operator.getitem else node  # one of several views
-        if not isinstance(called.target, OpOverload):
-            return node
-        returned = called.target._schema.returns
-        if not returned or returned[0].alias_info is None or returned[0].alias_info.is_write:
-            return node
+        if not (isinstance(called.target, OpOverload) and is_view(called.target._schema)):
+            return
         node = called.args[0]
-    return node
+
+
+def _looked_at(node: Any) -> Any:
+    """What it is a view of in the end; itself, if it is none."""
+    return [*looked_through(node)][-1] if isinstance(node, fx.Node) else node
 
 
 def _say_where_kernels_are_kept(inputs: Sequence[Any]) -> None:
@@ -1217,7 +1224,7 @@ def concrete_fake_mode() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _without_logs_of_fakes() -> Iterator[None]:
-    """torch logs a page where a call fails on fake tensors, though somebody catches it. Other threads go on logging."""
+    """Silences the errors that torch logs when a call fails on fake tensors, in this thread only."""
     log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
     quiet = lambda record: record.thread != thread  # noqa: E731
     log.addFilter(quiet)

@@ -71,7 +71,7 @@ class FallbackWarning(UserWarning):
 
 
 NOT_FAILURES = (DynaFlowError, MemoryError, torch.OutOfMemoryError)
-"""What is raised though the plain model might run: somebody's mistake, or memory that may be there next time."""
+"""Errors that are raised rather than worked around: user mistakes, and running out of memory."""
 
 
 def fall_back(error: Exception, what: str) -> str:

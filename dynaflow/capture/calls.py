@@ -15,11 +15,6 @@ Dims = tuple[Place, ...]
 """On which dim a tensor carries each space of rows."""
 
 
-def is_view(schema: Any) -> bool:
-    aliases = [r.alias_info for r in schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-
-
 def written_tensors(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Those among the arguments that the call writes."""
     bound = bind(schema, args, kwargs)

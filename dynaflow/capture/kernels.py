@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from dynaflow import _torch
-from dynaflow.capture.calls import is_view, tensors_in, written_tensors
+from dynaflow.capture.calls import tensors_in, written_tensors
 from dynaflow.capture.collectives import NAMESPACES
 from dynaflow.capture.declared import collective_of
 
@@ -174,7 +174,7 @@ class Recorder(_torch.TorchDispatchMode):
             self._add(given, made, Kernel(kind="other", name=str(func), blocks=_blocks(made)))
             return
         library, _, name = schema.name.partition("::")
-        if library == "prim" or name in _FREE or is_view(schema) or not (made or given):
+        if library == "prim" or name in _FREE or _torch.is_view(schema) or not (made or given):
             self._keep(made)
             return
         written = written_tensors(schema, args, kwargs)

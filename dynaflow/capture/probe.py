@@ -27,7 +27,7 @@ from dynaflow.capture import higher_order
 from dynaflow.capture.alignment import Merged, Place, dim_in
 from dynaflow.capture.alike import Apart, Call, Told
 from dynaflow.capture.batch_numbers import BatchNumbers, evaluated, with_other_sizes
-from dynaflow.capture.calls import RNG, Dims, dims_of, is_view, label, tensors_in, written_tensors
+from dynaflow.capture.calls import RNG, Dims, dims_of, label, tensors_in, written_tensors
 from dynaflow.capture.graph import CapturedGraph, Shape
 from dynaflow.capture.rows import Refusal, follow_rows
 from dynaflow.capture.rules import source_line
@@ -508,7 +508,7 @@ class _Observer(_torch.TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags and _name(func) != "detach_":
             self.run.note_reshape(func)
         written = written_tensors(schema, args, kwargs)
-        if not (is_view(schema) or (not written and self._only_looks(outs, given))):
+        if not (_torch.is_view(schema) or (not written and self._only_looks(outs, given))):
             self.facts.end, self.facts.copied = _end(func), _name(func) in _COPIES
             self._touch(given, written)
         self._label(outs, partial(follow_rows, func, args, kwargs, outs, merged=True))

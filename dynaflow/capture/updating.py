@@ -6,17 +6,15 @@ so: what forward saved for backward may be views of weights, which are made agai
 
 from __future__ import annotations
 
-import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.calls import is_view
 from dynaflow.capture.rules import module_stack
 from dynaflow.errors import DynaFlowError
 from dynaflow.updates import Updates
@@ -124,23 +122,13 @@ class Updating:
 
 def base(node: fx.Node) -> fx.Node:
     """What a node is a view of; itself, if it is none."""
-    *_, found = _looked_through(node)
+    *_, found = _torch.looked_through(node)
     return found
-
-
-def _looked_through(node: fx.Node) -> Iterator[fx.Node]:
-    """The node, and what it looks at, to the end."""
-    while True:
-        yield node
-        called: Any = node.args[0] if node.target is operator.getitem else node  # one of several views
-        if not (isinstance(called.target, _torch.OpOverload) and is_view(called.target._schema)):
-            return
-        node = called.args[0]
 
 
 def _is_of_one_tensor(view: fx.Node) -> bool:
     """And of numbers that are known: so it can be made again from the tensor alone."""
-    return all(len(n.all_input_nodes) == 1 for n in _looked_through(view) if n.op != "placeholder")
+    return all(len(n.all_input_nodes) == 1 for n in _torch.looked_through(view) if n.op != "placeholder")
 
 
 def _layer(gradient: fx.Node) -> str:

@@ -75,7 +75,7 @@ class RandomGraph:
 
     def is_captured_anew(self, sizes: Sizes, seed: int) -> bool:
         """Whether Dynamo would capture it again for these sizes: it guards on what is a view, where that depends on
-        strides (`flatten`), and on slices that end behind the end."""
+        strides (`flatten`), and on slices that exceed their dim."""
         with torch.no_grad():
             return self._looks(sizes, seed) != self._looks(POINTS[0], 0)
 
