@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.hooks import RemovableHandle
 
 from dynaflow import forks
-from dynaflow.errors import DynaFlowError
+from dynaflow.errors import DynaFlowError, fall_back
 
 __all__ = [  # for the rooms to take from here
     "OpOverload",
@@ -122,6 +122,7 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced_instead)
     _leave_mapped_functions_alone()
     _break_where_traces_go_wrong()
+    _run_what_dynamo_fails_on()
     if TORCH < (2, 13):  # since then it is known; before, AOTAutograd drops the errors of torch.linalg in training
         fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
     for code in _NEVER_FRAMES:
@@ -206,6 +207,31 @@ def _break_where_traces_go_wrong() -> None:
     TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign, assignment]
 
 
+def _run_what_dynamo_fails_on() -> None:
+    """Where Dynamo itself fails on a frame, which has not run yet, that frame runs as Python does. What the model calls
+    there may be captured still. Seen on 2.11 and 2.13."""
+    from torch._dynamo.convert_frame import ConvertFrame
+    from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+    from torch._dynamo.types import ConvertFrameReturn
+
+    convert = ConvertFrame.__call__
+    as_they_come = (AssertionError, IndexError, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode)
+    failures = (InternalTorchDynamoError, TorchRuntimeError, *as_they_come)
+
+    def call(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, skip: int = 0) -> Any:
+        try:
+            return convert(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+        except failures as e:
+            if not _is_ours(self._torchdynamo_orig_backend):
+                raise
+            code = f"the code at {frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"
+            why = fall_back(e, code, "torch.compile's tracer")
+            getattr(_unwrapped(self._torchdynamo_orig_backend), "plain_reasons", []).append(f"{code}: {why}")
+            return ConvertFrameReturn()
+
+    ConvertFrame.__call__ = call  # type: ignore[method-assign]
+
+
 def _same_again(function: Any) -> Callable[..., Any]:
     """A function that Dynamo does not take for the same."""
     copy = types.FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
@@ -242,11 +268,15 @@ _MASKS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _is_ours(backend: Any) -> bool:
-    """Whether Dynamo traces for a backend of ours, by whichever door."""
+def _unwrapped(backend: Any) -> Any:
     while (inner := getattr(backend, "compiler_fn", None) or getattr(backend, "func", None)) is not None:
         backend = inner
-    return str(getattr(backend, "__module__", "")).startswith("dynaflow.")
+    return backend
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether Dynamo traces for a backend of ours, by whichever door."""
+    return str(getattr(_unwrapped(backend), "__module__", "")).startswith("dynaflow.")
 
 
 def break_where_cast(tensor: torch.Tensor) -> None:

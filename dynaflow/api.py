@@ -465,6 +465,7 @@ def _backend_of(engine: Engine) -> Callable[..., Any]:
         assert found is not None, "captured by a compiled model that is gone"
         return found.backend(gm, example_inputs)
 
+    call.plain_reasons = engine.stats.plain_reasons  # type: ignore[attr-defined]
     return call
 
 

@@ -64,7 +64,7 @@ class RecordingError(DynaFlowError):
 
 
 class FallbackWarning(UserWarning):
-    """A graph runs unscheduled, since dynaflow failed on it, which is a mistake of dynaflow's.
+    """A graph runs unscheduled, since dynaflow or torch.compile's tracer failed on it.
 
     Where it is made an error, by `warnings.simplefilter("error", dynaflow.FallbackWarning)`, what failed is raised.
     """
@@ -74,13 +74,14 @@ NOT_FAILURES = (DynaFlowError, MemoryError, torch.OutOfMemoryError)
 """Errors that are raised rather than worked around: user mistakes, and running out of memory."""
 
 
-def fall_back(error: Exception, what: str) -> str:
-    """Warns that dynaflow failed on `what`; returns the reason why that runs unscheduled."""
-    why = f"dynaflow failed on it: {shortened(f'{type(error).__name__}: {error}', 300)}"
+def fall_back(error: Exception, what: str, failed: str = "dynaflow") -> str:
+    """Warns that somebody failed on `what`; returns the reason why that runs unscheduled."""
+    why = f"{failed} failed on it: {shortened(f'{type(error).__name__}: {error}', 300)}"
+    ours = "This is a mistake of dynaflow's: please report it. " if failed == "dynaflow" else ""
     try:
         warnings.warn(
-            f"{what} runs unscheduled, as {why}. This is a mistake of dynaflow's: please report it, with the traceback "
-            'after warnings.simplefilter("error", dynaflow.FallbackWarning)',
+            f"{what} runs unscheduled, as {why}. {ours}"
+            'For the traceback: warnings.simplefilter("error", dynaflow.FallbackWarning)',
             FallbackWarning,
             stacklevel=2,
         )

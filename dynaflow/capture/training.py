@@ -401,18 +401,29 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
 def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
     """For each input: which results autograd would go back to it from, be it with a gradient of zeros."""
     placeholders, needs = gm.graph.find_nodes(op="placeholder"), dict[fx.Node, set[int]]()
+    later: dict[int | None, set[int]] = {}
+    """Which results are made of a memory after the node that is looked at: so of what the node writes there."""
+
+    def note(node: fx.Node, results: set[int]) -> None:
+        needs.setdefault(node, set()).update(results)
+        later.setdefault(_memory(node), set()).update(results)
+
     (output,) = gm.graph.find_nodes(op="output")
     for i, result in enumerate(output.args[0]):
         if isinstance(result, fx.Node):
-            needs.setdefault(result, set()).add(i)
+            note(result, {i})
     for node in reversed(gm.graph.nodes):
-        value = node.meta.get("example_value")
+        made = node.args[0] if node.target is operator.setitem else node
+        value = made.meta.get("example_value")
         if isinstance(value, (tuple, list)) and isinstance(node.target, types.FunctionType):
             continue  # of functions in Python, as nn.MultiheadAttention's, not all results depend on all that they get
         values = _torch.tree_leaves(value)
         if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+            memory, results = _memory(made), set(needs.get(node, ()))
+            if memory is not None and memory in map(_memory, node.all_input_nodes):  # a view, or a write
+                results |= later.get(memory, set())
             for used in node.all_input_nodes:
-                needs.setdefault(used, set()).update(needs.get(node, ()))
+                note(used, results)
     return [needs.get(node, set()) for node in placeholders]
 
 

@@ -21,6 +21,7 @@ from tests.fuzz.compare import Mismatch, Run, Undefined, compare, compare_gradie
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine_way import count_plans
 from tests.fuzz.groups import Throws, dice_of
+from tests.fuzz.processes import warn_of_failures
 from tests.fuzz.programs import Program, copied_model, draw_program
 from tests.fuzz.schedules import RandomScheduler, draw_scheduler
 from tests.fuzz.sizes import Sizes
@@ -106,7 +107,7 @@ class Door:
                 wanted |= {f"parameter {n}": p for n, p in enumerate(parameters) if p.requires_grad}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                warnings.simplefilter("error", df.FallbackWarning)
+                warn_of_failures()
                 results = function(**{i.name: memory[i.name] for i in program.given})
                 results = results if isinstance(results, (tuple, list)) else (results,)
                 grads = _gradients(results, wanted, seed)
@@ -187,6 +188,10 @@ class Door:
             self.fast = torch.compile(scope["outer"], backend="eager")
 
     def copy(self) -> None:
+        try:
+            copy.deepcopy(self.plain)
+        except RuntimeError as e:  # a buffer that is no leaf, after a write with gradients
+            raise Undefined(str(e)) from e
         self.model = self.fast = copy.deepcopy(self.fast)
         self.plain = copied_model(self.plain)
 
@@ -218,21 +223,23 @@ class Door:
 
     def fork(self) -> None:
         sizes, seed, mode = self.program.draw_sizes(self.dice), self.dice.below(100), self.draw_mode()
+        ours, its = os.pipe()
         child = os.fork()
         if not child:
             signal.alarm(FORK_SECONDS)
-            code = 0
             try:
                 self.call(sizes, seed, mode)
             except (Undefined, Torchs, df.DynaFlowError):
                 pass
             except BaseException:
-                traceback.print_exc()
-                code = 1
-            os._exit(code)
+                os.write(its, traceback.format_exc().encode())
+            os._exit(0)
+        os.close(its)
+        with os.fdopen(ours) as pipe:
+            failed = pipe.read()
         _, status = os.waitpid(child, 0)
-        if status:
-            raise Mismatch(f"a call in a forked child: {'hangs' if os.WIFSIGNALED(status) else 'fails'} ({status})")
+        if failed or status:
+            raise Mismatch(f"a call in a forked child {'fails' if failed else 'hangs'} ({status}):\n{failed}")
 
     def draw_mode(self) -> str:
         """Mostly the same: torch.compile captures anew for another."""

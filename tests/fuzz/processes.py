@@ -176,7 +176,13 @@ def quiet() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    warnings.simplefilter("error", FallbackWarning)  # what failed is a finding
+    warn_of_failures()
+
+
+def warn_of_failures() -> None:
+    """What dynaflow failed at is a finding; what torch.compile's tracer failed at is left to Python."""
+    warnings.simplefilter("error", FallbackWarning)
+    warnings.filterwarnings("ignore", ".*torch.compile's tracer failed", FallbackWarning)
 
 
 def work(chunk: Chunk, make: Callable[[str], Any], deadline: float | None, outbox: Connection) -> None:

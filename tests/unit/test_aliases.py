@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,40 @@ def test_what_only_unused_results_depend_on_has_no_gradients(used: tuple[int, ..
         assert (p.grad is None) == (q.grad is None), name
         if q.grad is not None:
             torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        lambda other, x: other.copy_(x),
+        lambda other, x: other.T.copy_(x.T),
+        lambda other, x: other.copy_(x).mul_(x),
+        lambda other, x: operator.setitem(other, slice(None), x),
+    ],
+)
+@pytest.mark.parametrize("through", [False, True])
+def test_what_is_overwritten_has_gradients_of_zeros(overwrite: Callable[[Tensor, Tensor], Any], through: bool) -> None:
+    """Also where what it was written to is returned, and was made before."""
+    linear = nn.Linear(4, 4)
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        y, other = x.sin(), linear(x)
+        if not through:
+            overwrite(other, y)
+            return other * 2, x.cos()
+        z = y * 1
+        overwrite(other, y)
+        z.mul_(other)
+        return torch.zeros(len(x)), z
+
+    def gradients(function: Callable[..., Any]) -> list[Tensor | None]:
+        linear.zero_grad()
+        x = randn(6, 4).requires_grad_()
+        first, second = function(x)
+        (second if through else first).sum().backward()
+        return [x.grad, linear.weight.grad, linear.bias.grad]
+
+    torch.testing.assert_close(gradients(compiled(model, Each(split=2))), gradients(model))
 
 
 def test_a_counter_beside_an_input_that_gets_gradients() -> None:

@@ -103,6 +103,44 @@ def test_as_an_error_the_warning_is_what_failed(monkeypatch: pytest.MonkeyPatch)
         compiled(torch.tanh)(randn(6, 4))
 
 
+def test_what_torchs_tracer_fails_on_runs_as_python_does() -> None:
+    """Dynamo can't go on with `view` after the break, though eager torch can."""
+    before = []
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        before.append(len(x))
+        y = x * w
+        with torch.no_grad():
+            view = y.view(-1)
+        y.mul_(2)
+        torch._dynamo.graph_break()
+        return y.tanh() * view.shape[0]
+
+    fast, w = compiled(model, Each(split=2)), randn(4).requires_grad_()
+    with pytest.warns(FallbackWarning, match="tracer failed on it") as seen:
+        for rows in (6, 6, 5):
+            x = randn(rows, 4)
+            torch.testing.assert_close(fast(x, w), model(x, w))
+    assert len(seen) == 1
+    assert before[::2] == before[1::2] == [6, 6, 5]
+    assert any(__file__ in reason and "tracer failed on it" in reason for reason in fast.stats.plain_reasons)
+
+
+@pytest.mark.parametrize("error", [IndexError, AssertionError, KeyError])
+def test_whatever_torchs_tracer_fails_with(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error("list index out of range")
+
+    model, plain = Counting(), Counting()
+    plain.load_state_dict(model.state_dict())
+    fast = compiled(model, Each(split=2))
+    with torch.no_grad(), pytest.warns(FallbackWarning, match=f"{error.__name__}.*out of range"):
+        monkeypatch.setattr("torch._dynamo.guards.CheckFunctionManager.__init__", fail)
+        for rows in (6, 6, 5):
+            torch.testing.assert_close(fast(randn(rows, 4)), plain(randn(rows, 4)))
+    torch.testing.assert_close(model.calls, plain.calls)
+
+
 def test_what_facts_raise_is_the_users() -> None:
     fast = df.compile(torch.tanh, facts=lambda: {}["phase"], operators="eager")
     with pytest.raises(df.ScheduleError, match=r"facts\(\) raised KeyError: 'phase'") as raised:
