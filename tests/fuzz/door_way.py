@@ -115,8 +115,8 @@ class Door:
 
     def _has_zeros(self) -> bool:
         """Whether gradients may be zeros instead of none: a graph that comes behind another one can't know of what
-        nothing is used; and none instead of zeros, of what was overwritten."""
-        return any(engine.stats.graph_breaks for engine, _ in self.used) or "zero_" in str(self.program)
+        nothing is used."""
+        return any(engine.stats.graph_breaks for engine, _ in self.used)
 
     def _is_torchs(self, sizes: Sizes, seed: int, mode: str) -> bool:
         """Whether plain torch.compile fails, too, on the plain model as it is after the call."""
@@ -313,6 +313,8 @@ def run_door(dice: Dice, tally: Tally, show: Callable[[str], None] | None = None
             plans = [p for engine, _ in door.used for p in engine.plans()]
             count_plans(plans, door.used[0][1], tally)
             tally.plain += any(engine.stats.plain_graphs for engine, _ in door.used)
+            reasons = [reason for engine, _ in door.used for reason in engine.stats.plain_reasons]
+            tally.events["(what torch.compile's tracer failed on)"] += sum("tracer failed" in r for r in reasons)
 
 
 def _draw_event(program: Program, dice: Dice) -> str:
