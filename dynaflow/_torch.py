@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import prod
@@ -120,7 +120,8 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
     builder.VariableBuilder.wrap_module = wrap_module  # type: ignore[method-assign]
     for function, traced_instead in _MASKS.items():
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced_instead)
-    _leave_mapped_functions_alone()
+    _leave_some_functions_alone()
+    _keep_lengths_of_deques()
     _break_where_traces_go_wrong()
     _run_what_dynamo_fails_on()
     if TORCH < (2, 13):  # since then it is known; before, AOTAutograd drops the errors of torch.linalg in training
@@ -129,11 +130,18 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
         torch._dynamo.eval_frame.skip_code(code)
 
 
-def _leave_mapped_functions_alone() -> None:
-    """Breaks the graph where an autograd.Function is mapped over: Dynamo would forget its backward, or fail."""
-    from torch._C._functorch import TransformType
+def _break_graph(tx: Any, why: str) -> None:
     from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    said = {"msg": VariableTracker.build(tx, why)}
+    VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], said)
+
+
+def _leave_some_functions_alone() -> None:
+    """Breaks the graph where an autograd.Function is mapped over: Dynamo would forget its backward, or fail. And where
+    one asks for None in place of gradients of zeros, which Dynamo forgets. Seen on 2.11 and 2.13."""
+    from torch._C._functorch import TransformType
+    from torch._dynamo.variables.misc import AutogradFunctionContextVariable, AutogradFunctionVariable
     from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
     usual = AutogradFunctionVariable.call_apply
@@ -141,10 +149,48 @@ def _leave_mapped_functions_alone() -> None:
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         mapped = any(level.key() == TransformType.Vmap for level in retrieve_all_functorch_interpreters())
         if mapped and torch.is_grad_enabled() and _is_ours(tx.output.compiler_fn):
-            VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], {})
+            _break_graph(tx, "an autograd.Function is mapped over")
         return usual(self, tx, args, kwargs)
 
+    attribute = AutogradFunctionContextVariable.var_getattr
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        if name == "set_materialize_grads" and _is_ours(tx.output.compiler_fn):
+            _break_graph(tx, "an autograd.Function calls set_materialize_grads")
+        return attribute(self, tx, name)
+
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+    AutogradFunctionContextVariable.var_getattr = var_getattr  # type: ignore[method-assign]
+
+
+def _keep_lengths_of_deques() -> None:
+    """Dynamo takes a deque that was made before for one without `maxlen`. It can't trace what changes one that has it:
+    that breaks the graph. Seen on 2.11 and 2.13."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, builder
+    from torch._dynamo.variables.lists import DequeVariable
+
+    wrap, method = builder.VariableBuilder.wrap_listlike, DequeVariable.call_method
+
+    def wrap_listlike(self: Any, value: Any) -> Any:
+        made: Any = wrap(self, value)
+        if isinstance(value, deque) and _is_ours(self.tx.output.compiler_fn):
+            install_guard(AttrSource(self.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
+            made.maxlen = ConstantVariable.create(value.maxlen)
+        return made
+
+    def call_method(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        limited = self.source is not None and self.maxlen.as_python_constant() is not None
+        if limited and name in _CHANGES_OF_DEQUES and _is_ours(tx.output.compiler_fn):
+            _break_graph(tx, f"{name} changes a deque that has a maxlen")
+        return method(self, tx, name, *args, **kwargs)
+
+    builder.VariableBuilder.wrap_listlike = wrap_listlike  # type: ignore[method-assign]
+    DequeVariable.call_method = call_method  # type: ignore[method-assign]
+
+
+_CHANGES_OF_DEQUES = set(dir(deque)) - set(dir(tuple)) - {"copy", "maxlen"}
 
 
 SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
@@ -157,27 +203,22 @@ def _break_where_traces_go_wrong() -> None:
     jvp of a slice, and if it does not, its error is the user's own. Seen on 2.11 and 2.13."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._dynamo.variables import builder, builtin, tensor
-    from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     method, function = TensorVariable.call_method, TorchInGraphFunctionVariable.call_function
 
-    def break_graph(tx: Any, why: str) -> None:
-        said = {"msg": VariableTracker.build(tx, why)}
-        VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], said)
-
     def check(tx: Any, name: str) -> None:
         if name in SHAPE_CHANGES and _is_ours(tx.output.compiler_fn):
-            break_graph(tx, f"{name} changes a tensor's shape in place")
+            _break_graph(tx, f"{name} changes a tensor's shape in place")
 
-    def call_method(self: Any, tx: Any, name: str, *args: Any) -> Any:
+    def call_method(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         check(tx, name)
-        return method(self, tx, name, *args)
+        return method(self, tx, name, *args, **kwargs)
 
-    def call_function(self: Any, tx: Any, *args: Any) -> Any:
+    def call_function(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         check(tx, str(getattr(self.value, "_opname", None) or getattr(self.value, "__name__", "")))
-        return function(self, tx, *args)
+        return function(self, tx, *args, **kwargs)
 
     fake_value = builder.get_fake_value
 
@@ -190,7 +231,7 @@ def _break_where_traces_go_wrong() -> None:
         except Exception as e:
             if isinstance(e, TorchDynamoException) and not isinstance(e, TorchRuntimeError):
                 raise  # Dynamo's own affair
-            return break_graph(tx, f"{getattr(node.target, '__name__', node.target)} can't be traced")
+            return _break_graph(tx, f"{getattr(node.target, '__name__', node.target)} can't be traced")
 
     builder.get_fake_value = tensor.get_fake_value = get_fake_value
     kind: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # 2.13, and 2.11
@@ -203,8 +244,8 @@ def _break_where_traces_go_wrong() -> None:
         return set_attribute(self, tx, obj, name, value)
 
     setattr(kind, setter, call_setattr)
-    TensorVariable.call_method = call_method  # type: ignore[method-assign, assignment]
-    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign, assignment]
+    TensorVariable.call_method = call_method  # type: ignore[method-assign]
+    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
 
 
 def _run_what_dynamo_fails_on() -> None:

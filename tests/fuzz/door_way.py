@@ -25,6 +25,7 @@ from tests.fuzz.processes import warn_of_failures
 from tests.fuzz.programs import Program, copied_model, draw_program
 from tests.fuzz.schedules import RandomScheduler, draw_scheduler
 from tests.fuzz.sizes import Sizes
+from tests.fuzz.steps.called import COMPILE
 from tests.fuzz.tally import Tally
 from tests.fuzz.verdicts import EAGER, judged
 
@@ -322,9 +323,9 @@ def _draw_event(program: Program, dice: Dice) -> str:
     if isinstance(program.model, nn.Module):
         known += _OF_MODULES * 2
         known += ["pickle"] if type(program.model).__module__ == "tests.fuzz.library" else []
-    # Threads change for each other what a model writes, and torch's own state in jvp and in cond, which compiles.
+    # Threads change for each other what a model writes, and torch's own state in jvp and in what eager torch compiles.
     shared = isinstance(program.model, nn.Module) and any(True for _ in program.model.buffers())
-    unsafe = shared or "by_jvp" in str(program) or "by_cond" in str(program)
+    unsafe = shared or any(name in str(program) for name in ["by_jvp", *COMPILE])
     known += ["fork"] if unsafe else ["threads", "fork"]
     return dice.pick(known)
 

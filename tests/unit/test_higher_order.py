@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +76,83 @@ def test_transforms_are_split(name: str, split: Any) -> None:
         assert_equal(fast(x), model(x))
         assert whole(fast.plan(x)) == []
     assert not fast.stats.plain_graphs
+
+
+LOOPS: dict[str, Callable[[Tensor], Any]] = {
+    "scan": lambda x: scan(lambda a, b: (a + b, a * b), torch.zeros_like(x[0]), x * 2),
+    "while_loop": lambda x: while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * 2), (torch.tensor(0), x)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_run_whole_and_as_before_elsewhere(name: str) -> None:
+    """Dynamo traces them by calls of its own, with keywords."""
+    model, x = LOOPS[name], randn(6, 4)
+    fast = compiled(model, "sequential")
+    with torch.no_grad():
+        for rows in (6, 5):
+            assert_equal(fast(randn(rows, 4)), model(randn(rows, 4)))
+        assert_equal(torch.compile(model, backend="eager")(x), model(x))
+    assert fast.stats.graphs
+
+
+class Picky(torch.autograd.Function):
+    """Which tells results that nothing was made of from those that have gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, y)
+        return x - y, x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        x, y = ctx.saved_tensors
+        away, product = grads
+        if away is None:
+            return None if product is None else product * y, None
+        return away, -away if product is None else product * x
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("later", [False, True])
+def test_functions_that_want_none_for_gradients_of_zeros(used: int, later: bool) -> None:
+    def model(x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        return [y * 2 if later else y for y in Picky.apply(x * a, x * b)]
+
+    def gradients(function: Callable[..., Any]) -> list[Tensor | None]:
+        x, a, b = randn(6, 4), torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+        function(x, a, b)[used].sum().backward()
+        return [a.grad, b.grad]
+
+    torch.testing.assert_close(gradients(compiled(model, Each(split=2), batch_dims={"x": 0})), gradients(model))
+
+
+class Remembering(nn.Module):
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self.last = deque[Tensor](maxlen=most)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        self.last.append(y.detach().mean())
+        return y - sum(self.last) / len(self.last)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_deques_that_have_a_longest_length(grad: bool) -> None:
+    """Dynamo forgets it, of those made before."""
+    model, plain = Remembering(2), Remembering(2)
+    fast = compiled(model, Each())
+    with torch.set_grad_enabled(grad):
+        for rows in (6, 6, 5, 6):
+            x = (randn(rows, 4) * rows).requires_grad_(grad)
+            assert_equal(fast(x), plain(x))
+        assert list(model.last) == list(plain.last)
+        model.last, plain.last = deque(model.last, maxlen=1), deque(plain.last, maxlen=1)
+        assert_equal(fast(randn(6, 4)), plain(randn(6, 4)))
+    assert len(model.last) == 1
+    assert fast.stats.graphs
 
 
 def test_what_fails_on_fake_tensors_breaks_the_graph() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.builder import Builder, Var
@@ -30,6 +32,28 @@ class Doubled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * torch.cos(x)
+
+
+class Picky(torch.autograd.Function):
+    """Which tells results that nothing was made of from those that have gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, y)
+        return x - y, x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        x, y = ctx.saved_tensors
+        away, product = grads
+        if away is None:
+            return None if product is None else product * torch.tanh(y), None
+        return away, -away if product is None else product * torch.tanh(x)
+
+
+def picky(x: Tensor) -> Tensor:
+    return Picky.apply(torch.sin(x), x * 2)[1]  # type: ignore[no-any-return]
 
 
 def custom_function(x: Tensor) -> Tensor:
@@ -125,6 +149,15 @@ def scanned(x: Tensor) -> Tensor:
     return torch._higher_order_ops.associative_scan(operator.add, x, dim=0, combine_mode="generic")
 
 
+def by_scan(x: Tensor) -> Tensor:
+    return scan(lambda a, b: (a + b, a * b), torch.zeros_like(x[0]), x)[1]
+
+
+def by_while_loop(x: Tensor) -> Tensor:
+    start = torch.zeros((), dtype=torch.int64)
+    return while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, torch.tanh(v)), (start, x))[1]
+
+
 def over_shapes(x: Tensor) -> Tensor:
     """Python that depends on a size."""
     total = x
@@ -182,7 +215,13 @@ _OTHERS: list[Callable[..., Tensor]] = [
     scanned,
     sliced_by_number,
     tries,
+    picky,
+    by_scan,
+    by_while_loop,
 ]
+
+COMPILE = ["by_cond", "by_scan", "by_while_loop"]
+"""Those for which eager torch compiles."""
 
 
 def transformed(b: Builder) -> Any:
