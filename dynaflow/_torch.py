@@ -707,11 +707,12 @@ def compile_operator(
 
 def _results_kept_apart() -> dict[str, Any]:
     """Settings by which results of a graph share no memory with an input, or with one another, that they don't share it
-    with as traced: Inductor returns `x` for `x * torch.ones(4)`. Seen on 2.11 and 2.13."""
+    with as traced: Inductor returns `x` for `x * torch.ones(4)`. Nor does `as_strided` look at an input in the place of
+    what it looked at. Seen on 2.11 and 2.13."""
     import torch._inductor.config as config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    key, write = "dynaflow: results", torch.ops.aten.copy_.default
+    key, write, stride = "dynaflow: results", torch.ops.aten.copy_.default, torch.ops.aten.as_strided.default
 
     class Pass(CustomGraphPass):
         def __init__(self, users: Any, own: Callable[[fx.Graph], None]) -> None:
@@ -735,12 +736,31 @@ def _results_kept_apart() -> dict[str, Any]:
         output.meta[key] = [_looked_at(node) for node in output.args[0]]
         for node in graph.find_nodes(op="call_function", target=write):
             node.meta[key] = _looked_at(node.args[1])
+        for node in graph.find_nodes(op="call_function", target=stride):
+            node.meta[key] = _looked_at(node.args[0])
 
     def copy(graph: fx.Graph) -> None:
         (output,) = graph.find_nodes(op="output")
         if key not in output.meta:
             return
         before, known, results = output.meta.pop(key), dict[fx.Node, fx.Node](), list(output.args[0])
+        copies: dict[fx.Node, fx.Node] = {}
+        """By what was looked at before: a copy of what took its place. All that looked at it share one, as AOTAutograd
+        has results that share memory start where they start in it."""
+
+        def copy_of(own: fx.Node, base: fx.Node) -> fx.Node:
+            if own not in copies:
+                first = next(node for node in graph.nodes if node.op != "placeholder")
+                place = graph.inserting_before(first) if base.op == "placeholder" else graph.inserting_after(base)
+                with place:
+                    copies[own] = copied(graph, base, torch.ops.aten.clone.default)
+            return copies[own]
+
+        for node in graph.find_nodes(op="call_function", target=stride):
+            base = _looked_at(node.args[0])
+            own = node.meta.pop(key, base)
+            if own is not base and base.op == "placeholder":  # which may start anywhere in memory
+                node.args = (copy_of(own, base), *node.args[1:])
         given = [node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")]
         gradients = given.count(False) if any(given) else 0  # which may share memory: there is one for each input
         for i, node in enumerate(results[: len(before) - gradients]):
@@ -749,17 +769,18 @@ def _results_kept_apart() -> dict[str, Any]:
             base = _looked_at(node)
             own = base if base.op == "placeholder" else known.setdefault(base, before[i])
             if own is not before[i]:
-                results[i] = copied(graph, node, torch.ops.aten.clone.default)
+                with graph.inserting_before(output):
+                    results[i] = _same_view(graph, node, base, copy_of(before[i], base))
         output.args = (type(output.args[0])(results),)
         for node in graph.find_nodes(op="call_function", target=write):
             base = _looked_at(node.args[1])
             if node.meta.pop(key, base) is not base and base.op == "placeholder":  # it may be written first
-                made = copied(graph, node.args[1], torch.ops.dynaflow.copy.default)
+                with graph.inserting_after(node.args[1]):
+                    made = copied(graph, node.args[1], torch.ops.dynaflow.copy.default)
                 node.args = (node.args[0], made, *node.args[2:])
 
     def copied(graph: fx.Graph, node: fx.Node, function: OpOverload) -> fx.Node:
-        with graph.inserting_after(node):
-            made = graph.call_function(function, (node,))
+        made = graph.call_function(function, (node,))
         with node.meta["val"].fake_mode:
             made.meta = {**node.meta, "val": node.meta["val"].clone()}
         return made
@@ -767,6 +788,19 @@ def _results_kept_apart() -> dict[str, Any]:
     passes = {"joint_custom_pre_pass": note, "joint_custom_post_pass": copy}
     theirs = {name: getattr(config, name) for name in passes}
     return {name: Pass(theirs[name], own) for name, own in passes.items() if not isinstance(theirs[name], list)}
+
+
+def _same_view(graph: fx.Graph, node: fx.Node, base: fx.Node, instead: fx.Node) -> fx.Node:
+    """What a view of `base` is of another tensor, of the same sizes and strides."""
+    if node is base:
+        return instead
+    if node.target is operator.getitem:  # one of several views
+        views = cast("fx.Node", node.args[0])
+        of = _same_view(graph, cast("fx.Node", views.args[0]), base, instead)
+        made = graph.node_copy(views, lambda n: of if n is views.args[0] else n)
+        return graph.node_copy(node, lambda n: made if n is views else n)
+    of = _same_view(graph, cast("fx.Node", node.args[0]), base, instead)
+    return graph.node_copy(node, lambda n: of if n is node.args[0] else n)
 
 
 def is_view(schema: Any) -> bool:

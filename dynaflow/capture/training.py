@@ -400,13 +400,13 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
 
 def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
     """For each input: which results autograd would go back to it from, be it with a gradient of zeros."""
-    placeholders, needs = gm.graph.find_nodes(op="placeholder"), dict[fx.Node, set[int]]()
-    later: dict[int | None, set[int]] = {}
-    """Which results are made of a memory after the node that is looked at: so of what the node writes there."""
+    placeholders, needs, bases = gm.graph.find_nodes(op="placeholder"), dict[fx.Node, set[int]](), _bases(gm)
+    later: dict[fx.Node, set[int]] = {}
+    """Which results are made of a base after the node that is looked at: so of what the node writes there."""
 
     def note(node: fx.Node, results: set[int]) -> None:
         needs.setdefault(node, set()).update(results)
-        later.setdefault(_memory(node), set()).update(results)
+        later.setdefault(bases[node], set()).update(results)
 
     (output,) = gm.graph.find_nodes(op="output")
     for i, result in enumerate(output.args[0]):
@@ -419,12 +419,24 @@ def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
             continue  # of functions in Python, as nn.MultiheadAttention's, not all results depend on all that they get
         values = _torch.tree_leaves(value)
         if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
-            memory, results = _memory(made), set(needs.get(node, ()))
-            if memory is not None and memory in map(_memory, node.all_input_nodes):  # a view, or a write
-                results |= later.get(memory, set())
+            results = set(needs.get(node, ()))
+            if bases[made] is not node:  # a view, or a write
+                results |= later.get(bases[made], set())
             for used in node.all_input_nodes:
                 note(used, results)
     return [needs.get(node, set()) for node in placeholders]
+
+
+def _bases(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """What a node looks at or writes, to the end; itself, if it makes memory of its own. Inputs are apart."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        memory, given = _memory(node), list(node.all_input_nodes)
+        if node.target is operator.getitem:  # one of several views
+            given += node.args[0].all_input_nodes
+        same = (used for used in given if memory is not None and _memory(used) == memory)
+        found[node] = found.get(next(same, node), node)
+    return found
 
 
 def _is_made(node: Any) -> bool:

@@ -40,6 +40,42 @@ NEUTRAL: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda y: y,
+    "columns": lambda y: y[:, ::2],
+    "a turn": lambda y: y.T[1:],
+    "a part": lambda y: y.chunk(2, 1)[1],
+    "windows": lambda y: y.as_strided((3, 2), (4, 1), 1),
+    "a window of a view": lambda y: y[2:].as_strided((2, 2), (2, 1), 1),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("operators", ["eager", "inductor"])
+def test_views_of_what_inductor_takes_for_an_input(operators: str, name: str, alone: bool, grad: bool) -> None:
+    """That may start anywhere in memory; what it is taken for starts at 0. And all views of it share memory."""
+
+    def model(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = x * torch.ones(4)
+        return (VIEWS[name](y), w * 2) if alone else (VIEWS[name](y), y, VIEWS[name](y), w * 2)
+
+    fast = df.compile(model, Each(), operators=operators, batch_dims={"x": 0})
+    for rows in (6, 5):
+        x = randn(rows * 4 + 1)[1:].view(rows, 4).detach().requires_grad_(grad)
+        w = WEIGHT.detach().requires_grad_(grad)
+        found, expected = fast(x, w), model(x, w)
+        torch.testing.assert_close(found, expected)
+        if grad:
+            gradients = [torch.autograd.grad(sum(r.sum() for r in results), [x, w]) for results in (found, expected)]
+            torch.testing.assert_close(*gradients)
+        (found, expected), before = ([r.detach() for r in results] for results in (found, expected)), x.detach().clone()
+        for result in (found[0], expected[0]):
+            result.mul_(3)
+        torch.testing.assert_close([*found, x.detach()], [*expected, before])
+
+
 def memory(results: Any, *tensors: Tensor) -> list[bool]:
     given = [*(results if isinstance(results, tuple) else (results,))]
     places = [tensor.untyped_storage().data_ptr() for tensor in (*given, *tensors)]
