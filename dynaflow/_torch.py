@@ -710,7 +710,7 @@ def _results_kept_apart() -> dict[str, Any]:
     with as traced: Inductor returns `x` for `x * torch.ones(4)`. Nor does `as_strided` look at an input in the place of
     what it looked at. Seen on 2.11 and 2.13."""
     import torch._inductor.config as config
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     key, write, stride = "dynaflow: results", torch.ops.aten.copy_.default, torch.ops.aten.as_strided.default
 
@@ -724,10 +724,12 @@ def _results_kept_apart() -> dict[str, Any]:
             self._own(graph)
 
         def uuid(self) -> Any:
+            """Of what torch's caches keep: not what another version of this file has made."""
+            own = get_hash_for_files((__file__,))
             if self._users is None:
-                return key
+                return own
             users = self._users.uuid() if isinstance(self._users, CustomGraphPass) else None
-            return (key, users) if users is not None else None
+            return (own, users) if users is not None else None
 
     def note(graph: fx.Graph) -> None:
         (output,) = graph.find_nodes(op="output")
