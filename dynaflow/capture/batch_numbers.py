@@ -67,9 +67,12 @@ class BatchNumbers:
         """The value of a number for each of `_sizes`; nothing where that can't be computed."""
         self._follow: dict[fx.Node, frozenset[int]] = {}
         self._multiples: dict[fx.Node, bool] = {}
+        self._fixed = set[fx.Node]()
+        """Those that a micro-batch finds as they are for the whole batch."""
 
-    def visit(self, node: fx.Node, value: Any) -> None:
-        """Notes what the node's result, which is `value` in the probe, has to do with the batch."""
+    def visit(self, node: fx.Node, value: Any, fixed: bool = False) -> None:
+        """Notes what the node's result, which is `value` in the probe, has to do with the batch. `fixed`: it is read
+        from a tensor, of a micro-batch as of the whole batch."""
         if node.op == "output" or tensors_in(value):
             return
         if node.op == "placeholder" and isinstance(value, float):  # handed to every part as it is
@@ -78,6 +81,8 @@ class BatchNumbers:
         if not found:
             return
         self._follow[node] = found
+        if fixed or not self._fixed.isdisjoint(node.all_input_nodes):
+            self._fixed.add(node)
         self._at[node] = [self._sample(node, i) for i in range(len(self._sizes))]
         self._multiples[node] = self._is_multiple(node, value)
 
@@ -86,7 +91,8 @@ class BatchNumbers:
         return self._follow.get(node, frozenset())
 
     def is_multiple(self, node: fx.Node) -> bool:
-        return self._multiples[node]
+        """Whether it is recomputed for a micro-batch, and is then as much less as that has fewer rows."""
+        return self._multiples[node] and node not in self._fixed
 
     def _spaces_of(self, node: fx.Node, value: Any) -> Iterator[int]:
         given = frozenset[int]()

@@ -297,7 +297,7 @@ class _Run(fx.Interpreter):
             self._call_or_tell(node, facts)
             if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
                 facts.value = _torch.hinted(node.meta.get("example_value"))
-        self.numbers.visit(node, facts.value)
+        self.numbers.visit(node, facts.value, not tensors_in(facts.value) and self._is_of_other_dims(node))
         self._drop_chance_labels(node, facts.value)
         result = tensors_in(facts.value)
         facts.storages = {self.number(t) for t in result}
@@ -436,6 +436,17 @@ class _Run(fx.Interpreter):
         """Whether the dim that carries the batch has more than the batch."""
         dims = zip(map(dim_in, _dims(tensor, len(self.primes))), self.primes, strict=True)
         return any(dim is not None and tensor.shape[dim] != 2 * prime for dim, prime in dims)
+
+    def _is_of_other_dims(self, node: fx.Node) -> bool:
+        """Whether numbers are read from a tensor with dims that are as large as the batch, and do not carry it: such a
+        dim of [B, 2 * B] is not cut."""
+        dim = next((n for n in node.args[1:2] if isinstance(n, int)), None)
+        for tensor in (t for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)):
+            asked = range(tensor.dim()) if dim is None or not tensor.dim() else [dim % tensor.dim()]
+            for place, prime in zip(_dims(tensor, len(self.primes)), self.primes, strict=True):
+                if any(tensor.shape[d] and not tensor.shape[d] % prime and d != dim_in(place) for d in asked):
+                    return True
+        return False
 
     def _refuse_numbers(self, node: fx.Node, facts: NodeFacts) -> None:
         """A batch size that is used as a number, not as a size, can't be recomputed for a part of the batch."""

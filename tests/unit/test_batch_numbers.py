@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, fx
 
+import dynaflow.api
 from tests.helpers import Each, compiled, randn
 
 
@@ -65,3 +69,34 @@ def test_inference(name: str) -> None:
     with torch.no_grad():
         found = compiled(lambda x: model(x), Each(split=[2, 4, 1]))(x)
         torch.testing.assert_close(found, model(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("split", [2, [5, 3]])
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_size_of_a_dim_that_is_not_cut(times: int, split: Any) -> None:
+    """A backward graph asks a gradient of [B, 2, 2 * B] for its last size: of a micro-batch it is that of all rows."""
+
+    def model(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.embedding(ids, torch.cat([x.T, x.T], 1))
+        return torch.ones(2 * times * x.shape[0], 3).sin(), y * 2
+
+    options = {"scheduler": Each(split=split), "operators": "eager", "batch_dims": {"x": 0, "ids": 0}}
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        (ones,) = gm.graph.find_nodes(op="call_function", target=torch.ones)
+        (y,) = gm.graph.find_nodes(op="call_function", target=F.embedding)
+        y.append(ones)
+        with gm.graph.inserting_before(ones):
+            number = gm.graph.call_method("size", (y, 2))
+            number.meta["example_value"] = y.meta["example_value"].size(2)
+            for _ in range(times - 1):
+                number = gm.graph.call_function(operator.add, (number, number), {})
+                number.meta["example_value"] = 2 * y.meta["example_value"].size(2)
+        ones.args = (number, 3)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return dynaflow.api.backend(gm, inputs, options=options)
+
+    x, ids = randn(8, 4), torch.randint(0, 4, (8, 2))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x, ids), model(x, ids))
