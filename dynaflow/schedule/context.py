@@ -541,8 +541,8 @@ class ScheduleContext:
             raise SplitError(
                 "the graph has no batch to split: no input keeps a dimension that may change",
                 line=user_line(),
-                advice='say which inputs carry it, batch_dims={"x": 0}; for a batch of one row, or where the model fixes '
-                "it, use sequential()",
+                advice='say which inputs carry it, batch_dims={"x": 0}; for a batch of one row, or where the '
+                "model fixes it, use sequential()",
             )
         if not any(op.splittable for op in self.ops):
             op = next((op for op in self.ops if op.refusal), None)
