@@ -75,7 +75,7 @@ NOT_FAILURES = (DynaFlowError, MemoryError, torch.OutOfMemoryError)
 
 
 def fall_back(error: Exception, what: str, failed: str = "dynaflow") -> str:
-    """Warns that somebody failed on `what`; returns the reason why that runs unscheduled."""
+    """Warns that `what` runs unscheduled because `failed` could not handle it; returns the reason."""
     why = f"{failed} failed on it: {shortened(f'{type(error).__name__}: {error}', 300)}"
     ours = "This is a mistake of dynaflow's: please report it. " if failed == "dynaflow" else ""
     try:

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import dynaflow as df
+from tests.fuzz.steps.called import Picky
 from tests.helpers import Each, assert_equal, compiled, graph_of, randn, uneven, whole
 
 LINEAR = nn.Linear(4, 4)
@@ -94,24 +95,6 @@ def test_loops_run_whole_and_as_before_elsewhere(name: str) -> None:
             assert_equal(fast(randn(rows, 4)), model(randn(rows, 4)))
         assert_equal(torch.compile(model, backend="eager")(x), model(x))
     assert fast.stats.graphs
-
-
-class Picky(torch.autograd.Function):
-    """Which tells results that nothing was made of from those that have gradients of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, y)
-        return x - y, x * y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        x, y = ctx.saved_tensors
-        away, product = grads
-        if away is None:
-            return None if product is None else product * y, None
-        return away, -away if product is None else product * x
 
 
 @pytest.mark.parametrize("used", [0, 1])
