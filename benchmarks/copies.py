@@ -20,7 +20,7 @@ from benchmarks.measure import Figure, Timed, Trial, agree, figure, once, rounds
 from benchmarks.report import progress
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
-from dynaflow.capture.kernels import Kernel, describe
+from dynaflow.cost.kernels import Kernel, describe
 
 FRACTION = 0.95
 """Of the bound, at least."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from benchmarks.measure import Figure, Trial
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
+from dynaflow.cli import plan_for_device
+from dynaflow.core.device import device_named
+from dynaflow.cost.costs import Costs
+from dynaflow.cost.simulate import simulate
 from dynaflow.models.build import Situation, build, inputs
 from dynaflow.strategies import make
-from dynaflow.tune import shapes
-from dynaflow.tune.cost import Costs
-from dynaflow.tune.device import device_named
-from dynaflow.tune.simulate import simulate
 
 LAYERS = 6
 """Equal layers gain alike; more take longer to capture."""
@@ -84,9 +84,9 @@ def _simulated(figure: Published) -> Figure:
         device = replace(device, link=replace(device.link, bandwidth=figure.link * 1e9))
     model = build(figure.model, tp=figure.tp, ep=figure.ep, layers=LAYERS)
     situation = Situation(batch=figure.batch, prompt=figure.prompt, context=figure.context)
-    graph, plan = shapes.capture(model, make(figure.strategy), inputs(model, situation), device)
+    graph, plan = plan_for_device.capture(model, make(figure.strategy), inputs(model, situation), device)
     costs = Costs(graph, device)
-    before = simulate(shapes.in_sequence(plan), graph, costs, device, cudagraph=True)
+    before = simulate(plan_for_device.in_sequence(plan), graph, costs, device, cudagraph=True)
     after = simulate(plan, graph, costs, device, cudagraph=True)
     found = before.seconds / after.seconds
     return Figure(

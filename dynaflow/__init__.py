@@ -3,78 +3,53 @@
 import importlib
 from typing import Any
 
-from dynaflow.api import CompiledModel, compile
-from dynaflow.capture.declared import by_rows, collective
-from dynaflow.capture.ops import Op
-from dynaflow.capture.rules import SplitFunc, SplitModule, mark
-from dynaflow.errors import (
-    DynaFlowError,
-    FallbackWarning,
-    PartitionError,
-    PlanError,
-    RecordingError,
-    ScheduleError,
-    SplitError,
-    TimelineError,
-    VerifyError,
-)
-from dynaflow.offload import offload, restore
-from dynaflow.options import configure
-from dynaflow.recording import Recording, record
-from dynaflow.schedule.base import OpSchedulerBase, Sequential, choose
-from dynaflow.schedule.check import check
-from dynaflow.schedule.context import OpItem, ScheduleContext
-from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
-from dynaflow.stats import Stats
-from dynaflow.training import TrainStep
-from dynaflow.view.report import Report
-from dynaflow.view.text import draw
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "CompiledModel",
-    "DynaFlowError",
-    "FallbackWarning",
-    "Item",
-    "Lane",
-    "MicroBatch",
-    "Op",
-    "OpItem",
-    "OpSchedulerBase",
-    "PartitionError",
-    "Plan",
-    "PlanError",
-    "Recording",
-    "RecordingError",
-    "Report",
-    "ScheduleContext",
-    "ScheduleError",
-    "Sequential",
-    "SplitError",
-    "SplitFunc",
-    "SplitModule",
-    "Stats",
-    "Task",
-    "TimelineError",
-    "TrainStep",
-    "VerifyError",
-    "by_rows",
-    "check",
-    "choose",
-    "collective",
-    "compile",
-    "configure",
-    "draw",
-    "mark",
-    "offload",
-    "record",
-    "restore",
-]
+_PLACES = {
+    "dynaflow.api": ("CompiledModel", "compile"),
+    "dynaflow.capture.annotations": ("mark",),
+    "dynaflow.capture.offload": ("offload", "restore"),
+    "dynaflow.capture.op_registry": ("by_rows", "collective"),
+    "dynaflow.core.plan": ("Item", "Lane", "MicroBatch", "Plan", "Task"),
+    "dynaflow.core.plan_text": ("draw",),
+    "dynaflow.core.stats": ("Stats",),
+    "dynaflow.errors": (
+        "DynaFlowError",
+        "FallbackWarning",
+        "PartitionError",
+        "PlanError",
+        "RecordingError",
+        "ScheduleError",
+        "SplitError",
+        "TimelineError",
+        "VerifyError",
+    ),
+    "dynaflow.observe.recording": ("Recording", "record"),
+    "dynaflow.observe.report": ("Report",),
+    "dynaflow.options": ("configure",),
+    "dynaflow.partition.op_graph": ("Op",),
+    "dynaflow.partition.rules": ("SplitFunc", "SplitModule"),
+    "dynaflow.schedule.base": ("OpSchedulerBase", "Sequential"),
+    "dynaflow.schedule.check": ("check",),
+    "dynaflow.schedule.context": ("OpItem", "ScheduleContext"),
+    "dynaflow.strategies.choice": ("choose",),
+    "dynaflow.training.train_step": ("TrainStep",),
+}
+"""Where the public names are. Each is imported when it is asked for; types are in `__init__.pyi`."""
+
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+
+__all__ = sorted(_PLACE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """`dynaflow.integrations`, imported when asked for."""
     if name == "integrations":
         return importlib.import_module("dynaflow.integrations")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _PLACE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_PLACE_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "integrations"]

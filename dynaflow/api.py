@@ -15,31 +15,40 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dynaflow import _torch, checked
-from dynaflow.capture.graph import BatchDims, DynamicDims
-from dynaflow.engine import Engine, Facts, marks, take_marks_back
+from dynaflow import _torch
+from dynaflow.capture.captured_graph import BatchDims, DynamicDims
+from dynaflow.capture.optimizer_ops import check_model
+from dynaflow.capture.torch_modules import TRACED
+from dynaflow.core import validate
+from dynaflow.core.device import device_for, device_named
+from dynaflow.core.module_proxy import (
+    Face,
+    ModuleFace,
+    function_of,
+    is_async,
+    modules_of,
+    special_methods,
+    with_methods,
+)
+from dynaflow.core.plan import Plan
+from dynaflow.core.stats import Stats
+from dynaflow.cost.costs import Costs, Profile
+from dynaflow.cost.simulate import simulate
+from dynaflow.cost.simulation import Simulation
+from dynaflow.engine.engine import Engine, Facts, marks, take_marks_back
+from dynaflow.engine.runner import PlanReady, Raiser
+from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import DynaFlowError, PlanError, RecordingError, shown, user_line
-from dynaflow.face import Face, ModuleFace, function_of, is_async, modules_of, special_methods, with_methods
+from dynaflow.lower.compile_ops import Mode
 from dynaflow.lower.lower import CudaGraph, OnTask
-from dynaflow.lower.operators import Mode
-from dynaflow.modules import TRACED
+from dynaflow.observe.live_report import reported_now
+from dynaflow.observe.recording import Recording
+from dynaflow.observe.report import Report
 from dynaflow.options import check_options, combined, defaults
 from dynaflow.options import scheduler_of as _scheduler
-from dynaflow.recording import Recording
-from dynaflow.reporting import reported_now
-from dynaflow.runner import PlanReady, Raiser
 from dynaflow.schedule.base import OpSchedulerBase
-from dynaflow.schedule.plan import Plan
-from dynaflow.stats import Stats
-from dynaflow.tune.cost import Costs, Profile
-from dynaflow.tune.device import device_for, device_named
 from dynaflow.tune.explain import Explanation
-from dynaflow.tune.measure import NoRoom, Snapshot
 from dynaflow.tune.profile import Profiler
-from dynaflow.tune.simulate import simulate
-from dynaflow.tune.simulation import Simulation
-from dynaflow.updates import check_model
-from dynaflow.view.report import Report
 
 CALLS_KEPT = 8
 """Of each compiled model, for different hooks on its modules."""
@@ -117,7 +126,7 @@ def compile(
         "offload_most": offload_most,
         "optimizer": optimizer,
     }
-    fullgraph = checked.flag(fullgraph, "fullgraph")
+    fullgraph = validate.flag(fullgraph, "fullgraph")
     made: CompiledModel = with_methods(*_kind_of(model))(model, _engine(model, options), fullgraph, options)
     return made
 
@@ -186,7 +195,7 @@ class CompiledModel(Face):
         if "facts" in kwargs and not self._df_takes_facts:
             given, advice = kwargs.pop("facts"), 'pass a mapping: {"phase": "decode"}'
             local = self._df_engine.local
-            before, local.facts = local.facts, None if given is None else checked.mapping(given, "facts", advice)
+            before, local.facts = local.facts, None if given is None else validate.mapping(given, "facts", advice)
             try:
                 return self._df_scheduled(args, kwargs)
             finally:
@@ -400,7 +409,7 @@ def _simulated(ready: PlanReady, device: str | None = None, profile: Profile | N
 def _checked_profile(profile: Any) -> Profile | None:
     known = isinstance(profile, Mapping) and all(isinstance(key, tuple) and len(key) == 3 for key in profile)
     if profile is not None and not known:
-        raise checked.wrong("profile", profile, "pass what fast.profile(**inputs) gave")
+        raise validate.wrong("profile", profile, "pass what fast.profile(**inputs) gave")
     return profile
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dynaflow import checked
+from dynaflow.core import validate
 from dynaflow.errors import DynaFlowError, shown
 from dynaflow.schedule.base import OpSchedulerBase, Sequential, checked_scheduler
 from dynaflow.strategies import make
@@ -84,7 +84,7 @@ def combined(far: Options, near: Options) -> dict[str, Any]:
 
 def check_options(options: Options) -> dict[str, Any]:
     """The options as they are used. Raises if there is no such option, or a value that it can't have."""
-    for name in checked.mapping(options, "options", 'pass options by name: {"scheduler": "nanoflow"}'):
+    for name in validate.mapping(options, "options", 'pass options by name: {"scheduler": "nanoflow"}'):
         if name not in OPTIONS:
             raise DynaFlowError(f"unknown option {shown(name)}", advice=f"the options are {', '.join(OPTIONS)}")
     usual = lambda value, _: value  # noqa: E731
@@ -105,7 +105,7 @@ def check_options(options: Options) -> dict[str, Any]:
 def _one_of(*allowed: str) -> Callable[[Any, str], str]:
     def check(value: Any, what: str) -> str:
         if not isinstance(value, str) or value not in allowed:
-            raise checked.wrong(what, value, f"say {' or '.join(map(repr, allowed))}")
+            raise validate.wrong(what, value, f"say {' or '.join(map(repr, allowed))}")
         return value
 
     return check
@@ -113,45 +113,45 @@ def _one_of(*allowed: str) -> Callable[[Any, str], str]:
 
 def _batch_dims(value: Any, what: str) -> dict[str, int | None]:
     advice = 'say on which dim each input carries the batch: {"input_ids": 0}'
-    given = checked.mapping(value, what, advice)
-    return {n: None if d is None else checked.integer(d, f"{what}[{n!r}]", advice) for n, d in given.items()}
+    given = validate.mapping(value, what, advice)
+    return {n: None if d is None else validate.integer(d, f"{what}[{n!r}]", advice) for n, d in given.items()}
 
 
 def _dynamic_dims(value: Any, what: str) -> dict[str, list[int]]:
     advice = 'list the dims that vary: {"input_ids": [1]}'
     found = {}
-    for name, dims in checked.mapping(value, what, advice).items():
+    for name, dims in validate.mapping(value, what, advice).items():
         here = f"{what}[{name!r}]"
-        found[name] = [checked.integer(d, here, advice) for d in checked.several(dims, here, advice)]
+        found[name] = [validate.integer(d, here, advice) for d in validate.several(dims, here, advice)]
     return found
 
 
 def _facts(value: Any, what: str) -> Any:
     advice = 'pass a mapping, {"phase": "decode"}, or a function that returns one'
-    return value if callable(value) and not isinstance(value, type) else checked.mapping(value, what, advice)
+    return value if callable(value) and not isinstance(value, type) else validate.mapping(value, what, advice)
 
 
 def _optimizer(value: Any, what: str) -> torch.optim.Optimizer:
     if not isinstance(value, torch.optim.Optimizer):
-        raise checked.wrong(what, value, "pass an optimizer of torch.optim: SGD, Adam or AdamW")
+        raise validate.wrong(what, value, "pass an optimizer of torch.optim: SGD, Adam or AdamW")
     return value
 
 
 def _bytes(value: Any, what: str) -> int:
-    return checked.integer(value, what, f"pass a number of bytes: {what}=1 << 20", least=0)
+    return validate.integer(value, what, f"pass a number of bytes: {what}=1 << 20", least=0)
 
 
 CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "scheduler_options": lambda v, n: checked.mapping(v, n, 'pass the strategy\'s options by name: {"parts": 3}'),
+    "scheduler_options": lambda v, n: validate.mapping(v, n, 'pass the strategy\'s options by name: {"parts": 3}'),
     "batch_dims": _batch_dims,
     "dynamic_dims": _dynamic_dims,
     "facts": _facts,
     "operators": _one_of("inductor", "eager"),
-    "verify": checked.flag,
-    "check": checked.flag,
+    "verify": validate.flag,
+    "check": validate.flag,
     "cudagraph": _one_of("plan", "pieces"),
-    "static_inputs": lambda v, n: checked.names(v, n, 'list the names, or globs: ["past_key_values.*"]'),
-    "on_task": lambda v, n: checked.function(v, n, "pass a function: on_task(task, moment)"),
+    "static_inputs": lambda v, n: validate.names(v, n, 'list the names, or globs: ["past_key_values.*"]'),
+    "on_task": lambda v, n: validate.function(v, n, "pass a function: on_task(task, moment)"),
     "offload_saved": _bytes,
     "offload_most": _bytes,
     "optimizer": _optimizer,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.capture.ops import OpGraph
 from dynaflow.lower.lower import Lowerer
-from dynaflow.run import graphs
-from dynaflow.run.graphs import GraphPool
-from dynaflow.run.streams import CaptureStreams, Turns
+from dynaflow.partition.op_graph import OpGraph
+from dynaflow.runtime import cuda_graphs
+from dynaflow.runtime.cuda_graphs import GraphPool
+from dynaflow.runtime.cuda_lanes import CaptureStreams, Turns
 
 
 def randn(*shape: int) -> Tensor:
@@ -210,7 +210,7 @@ class PretendedGraph:
 
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cudagraph="plan"` then counts captures and replays on a CPU as it would on a GPU."""
-    monkeypatch.setattr(graphs, "_Graph", PretendedGraph)
+    monkeypatch.setattr(cuda_graphs, "_Graph", PretendedGraph)
     monkeypatch.setattr(Lowerer, "_captures", lambda self, job: self.cudagraph is not None)
     for kind, name in ((GraphPool, "segments"), (GraphPool, "handle"), (CaptureStreams, "main"),
                        (CaptureStreams, "settle"), (Turns, "enter"), (Turns, "leave")):  # fmt: skip

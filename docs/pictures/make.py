@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 import dynaflow as df
+from dynaflow.cli.plan_for_device import capture, in_sequence
+from dynaflow.core.device import device_named
+from dynaflow.core.plan_text import kind_of
+from dynaflow.cost.costs import Costs
+from dynaflow.cost.simulate import simulate
 from dynaflow.models.build import Situation, build, inputs
+from dynaflow.observe.document import Document, TimedTask
+from dynaflow.observe.timelines import of_plan, of_simulation
 from dynaflow.strategies import make
-from dynaflow.tune.cost import Costs
-from dynaflow.tune.device import device_named
-from dynaflow.tune.shapes import capture, in_sequence
-from dynaflow.tune.simulate import simulate
-from dynaflow.view.document import Document, TimedTask
-from dynaflow.view.makers import of_plan, of_simulation
-from dynaflow.view.text import kind_of
 
 HERE = Path(__file__).parent
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")

@@ -12,17 +12,16 @@ from typing import Any
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.alignment import Call, Operand, Refusal, Signature, straight, wrap
-from dynaflow.capture.declared import arguments, collective_of
+from dynaflow.capture.op_registry import arguments, collective_of
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 WAIT = "wait_tensor"
 ANY = "*"
 """Stands for the groups in which ranks meet inside of an operator of DTensor's: they are not known."""
 _HIDDEN = ("redistribute", "full_tensor")
-_EXCHANGING = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+EXCHANGING = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 """They move slices of dim 0 between ranks."""
-_ALIKE = ("all_reduce", "broadcast", WAIT, "_wrap_tensor_autograd")
+ELEMENTWISE = ("all_reduce", "broadcast", WAIT, "_wrap_tensor_autograd")
 """The result is like the input, element by element."""
 
 
@@ -72,7 +71,7 @@ def make_contiguous(gm: fx.GraphModule) -> None:
     """What is exchanged has to be contiguous, on 2.11 at least. In the model it is; a slice of it may not be."""
     changed = False
     for node in gm.graph.nodes:
-        if (name_of(node) or "").removesuffix("_coalesced") in _EXCHANGING and isinstance(node.args[0], fx.Node):
+        if (name_of(node) or "").removesuffix("_coalesced") in EXCHANGING and isinstance(node.args[0], fx.Node):
             given = node.args[0]
             with gm.graph.inserting_before(node):
                 dense = gm.graph.call_method("contiguous", (given,))
@@ -81,22 +80,3 @@ def make_contiguous(gm: fx.GraphModule) -> None:
             changed = True
     if changed:
         gm.recompile()
-
-
-def rule(call: Call) -> Signature | Refusal:
-    """Every rank calls with the same rows, so what goes element by element, or along other dims, keeps them."""
-    name = call.func._opname.removesuffix("_coalesced")
-    tensors = call.inputs()
-    if (declared := collective_of(call.func)) is not None:
-        along = call[declared.dim] if isinstance(declared.dim, str) else declared.dim
-    elif name in _ALIKE or name in _EXCHANGING:
-        along = 0 if name in _EXCHANGING else None
-    else:
-        return call.refuse("is no collective whose rows can be followed")
-    mixed = {id(t): () if along is None else (wrap(along, t.ndim),) for t in tensors}
-    if any(call.dim_of(t) in mixed[id(t)] for t in tensors):
-        return call.refuse("moves rows of the batch between ranks")
-    if len({t.ndim for t in tensors}) != 1:
-        return call.refuse("is no collective whose rows can be followed")
-    labels = [straight(t.ndim, mixed[id(t)]) for t in tensors]
-    return Signature([Operand(t, at) for t, at in zip(tensors, labels, strict=True)], [labels[0]])

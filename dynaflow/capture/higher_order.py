@@ -1,23 +1,18 @@
 """Higher-order operators: calls that take graphs of their own.
 
-Those that only wrap their graph (checkpointing in inference, a region that is compiled once) are replaced by it. Of
-`flex_attention` it is known how its arguments line up. The others run whole.
+Those that only wrap their graph (checkpointing in inference, a region that is compiled once) are replaced by it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.alignment import Dims, Place, Refusal
-from dynaflow.capture.calls import tensors_in
-
-PlaceOf = Callable[[torch.Tensor], Place]
 
 
 def inline(gm: fx.GraphModule, *, training: bool) -> None:
@@ -76,8 +71,8 @@ def _without(body: fx.GraphModule, places: Collection[fx.Node]) -> fx.GraphModul
 def drop_unused_numbers(gm: fx.GraphModule) -> None:
     """Takes away what attention is given for functions that don't use it, as the size of the batch."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in _ATTENTION:
-            start, mask = _ATTENTION[node.target]
+        if node.op == "call_function" and node.target in ATTENTION:
+            start, mask = ATTENTION[node.target]
             args = list(node.args)
             *blocks, mask_mod = args[mask]
             args[start:mask], args[-2] = _less_unused(gm, node, args[start:mask], args[-2])
@@ -91,7 +86,7 @@ def _less_unused(
 ) -> tuple[list[fx.Node], tuple[Any, ...]]:
     """Functions that are given the same, and what they are given, without the numbers that none of them uses."""
     graphs = [_graph_at(gm, mod) for mod in mods]
-    given = list(zip(captured, *(_captured(graph, captured) for graph in graphs), strict=True))
+    given = list(zip(captured, *(captured_arguments(graph, captured) for graph in graphs), strict=True))
     unused = [(value, *places) for value, *places in given if _is_number(value) and not any(p.users for p in places)]
     if not unused:
         return mods, tuple(captured)
@@ -104,7 +99,7 @@ def _less_unused(
     return less, kept
 
 
-def _captured(mod: fx.GraphModule, captured: Sequence[Any]) -> list[fx.Node]:
+def captured_arguments(mod: fx.GraphModule, captured: Sequence[Any]) -> list[fx.Node]:
     """The arguments of a function by which it gets what it uses from outside: the last."""
     given = mod.graph.find_nodes(op="placeholder")
     return given[len(given) - len(captured) :]
@@ -119,69 +114,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("example_value"), int | torch.SymInt)
 
 
-_ATTENTION = {_torch.FLEX_ATTENTION: (3, 4), _torch.FLEX_ATTENTION_BACKWARD: (7, 9)}
+ATTENTION = {_torch.FLEX_ATTENTION: (3, 4), _torch.FLEX_ATTENTION_BACKWARD: (7, 9)}
 """Among the arguments: where those functions of a score start, and where the mask is, behind them."""
-_LOOK_UPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)
-
-
-class _Attention(NamedTuple):
-    """The arguments of `flex_attention`, or of its backward pass."""
-
-    heads: Sequence[Any]
-    """Queries, keys, values, and what goes with them."""
-    score_mods: Sequence[Any]
-    blocks: Sequence[Any]
-    mask_mod: Any
-    buffers: Sequence[Any]
-    """What the functions of a score use."""
-    mask_buffers: Sequence[Any]
-
-
-def _attention(func: Any, args: Sequence[Any]) -> _Attention:
-    mods, mask = _ATTENTION[func]
-    *blocks, mask_mod = args[mask]
-    return _Attention(args[:mods], args[mods:mask], blocks, mask_mod, *args[-2:])
-
-
-def is_known(func: Any) -> bool:
-    return func in _ATTENTION
-
-
-def follow(func: Any, args: Sequence[Any], outs: list[torch.Tensor], rows: int, place_of: PlaceOf) -> Dims | Refusal:
-    """On which dim each result carries the batch, or why the call can't be split along it."""
-    if not is_known(func):
-        return Refusal(f"{func} is a higher-order operator, which has no rule")
-    found = _attention(func, args)
-    given, captured = tensors_in((found.heads, found.blocks)), tensors_in((found.buffers, found.mask_buffers))
-    if all(place_of(tensor) is None for tensor in (*given, *captured)):
-        return [None for _ in outs]
-    size = next((t.shape[0] for t in given if place_of(t) == 0), 0)
-    for tensor in given:
-        whole = place_of(tensor) is None and tensor.shape[0] == 1
-        if not whole and (place_of(tensor), tensor.shape[0]) != (0, size):
-            return Refusal(f"{func} takes a tensor of shape {tuple(tensor.shape)} that does not line up with the batch")
-    scores = all(_looks_up_its_row(mod, 1, found.buffers, place_of) for mod in found.score_mods)
-    if not scores or not _looks_up_its_row(found.mask_mod, 0, found.mask_buffers, place_of):
-        return Refusal(f"{func} calls a function that depends on the position in the batch")
-    if any(t.shape[:1] != (size,) for t in outs if t.numel()):
-        return Refusal(f"{func} sums gradients over all rows")
-    return [0 if t.numel() else None for t in outs]
-
-
-def _looks_up_its_row(mod: fx.GraphModule, place: int, captured: Sequence[Any], place_of: PlaceOf) -> bool:
-    """Whether a function of a score's position uses its row, the argument at `place`, for nothing but to pick that row
-    of tensors that carry the batch, of which it picks nothing else."""
-    row = mod.graph.find_nodes(op="placeholder")[place]
-    given = zip(_captured(mod, captured), captured, strict=True)
-    dims = {node: place_of(value) for node, value in given if isinstance(value, torch.Tensor)}
-    users = [user for node in (row, *dims) if node is row or dims[node] is not None for user in node.users]
-    return all(user.target in _LOOK_UPS and _picks(user.args[0], user.args[1], row, dims) for user in users)
-
-
-def _picks(tensor: Any, indices: Any, row: fx.Node, dims: dict[fx.Node, Place]) -> bool:
-    """Of a tensor that carries the batch, this row."""
-    picked = indices if isinstance(indices, list | tuple) else (indices,)
-    at = [dim for dim, index in enumerate(picked) if index is row]
-    return all(isinstance(index, fx.Node) for index in picked) and len(at) == 1 and dims.get(tensor) == at[0]
-
-

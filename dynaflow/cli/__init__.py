@@ -5,7 +5,7 @@ from __future__ import annotations
 try:
     import typer
 
-    from dynaflow.cli.output import complain  # which prints with rich
+    from dynaflow.cli.output import complain
 except ModuleNotFoundError as e:
     raise SystemExit(f"the command line needs {e.name}: pip install 'dynaflow[cli]'") from e
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dynaflow.core.importing import imported, searched
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
-from dynaflow.imported import imported, searched
 from dynaflow.models.build import Attention, Situation, build
 from dynaflow.models.build import inputs as inputs_of
 from dynaflow.schedule.base import OpSchedulerBase

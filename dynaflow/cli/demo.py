@@ -13,8 +13,8 @@ from dynaflow import _torch
 from dynaflow.cli import arguments as of
 from dynaflow.cli.measured import device_name, longest, recorded
 from dynaflow.cli.output import nothing_else, out, print_json
+from dynaflow.engine.verify import difference
 from dynaflow.tune.measure import side_by_side, timings
-from dynaflow.verify import difference
 
 EXAMPLE = "dynaflow demo"
 CUTS = [df.SplitModule("*.self_attn", tag="attention"), df.SplitModule("*.mlp", tag="mlp")]

@@ -17,11 +17,11 @@ import torch
 import typer
 from rich.text import Text
 
-from dynaflow import store
 from dynaflow.cli import arguments as of
 from dynaflow.cli.output import Folded, listed, out, print_json, show, table
-from dynaflow.run import partitions
-from dynaflow.schedule.plan import Lane
+from dynaflow.core import disk_cache
+from dynaflow.core.plan import Lane
+from dynaflow.runtime import sm_partitions
 
 EXAMPLE = "dynaflow doctor"
 OLDEST, NEWEST = (2, 11), (2, 13)
@@ -150,7 +150,7 @@ def _capture() -> None:
 
 
 def _divide() -> None:
-    partitions.for_lanes(0, (Lane(name="some", sms=8), Lane(name="rest")))
+    sm_partitions.for_lanes(0, (Lane(name="some", sms=8), Lane(name="rest")))
 
 
 def _collectives() -> Iterator[Check]:
@@ -172,11 +172,11 @@ def _version(package: str) -> str | None:
 
 def _cache() -> Check:
     serves, advice = "plans and tuned choices kept for the next process", "DYNAFLOW_CACHE_DIR names another folder"
-    if not store.enabled():
+    if not disk_cache.enabled():
         return Check(name="cache", ok=False, found="off", serves=serves, advice="unset DYNAFLOW_CACHE")
-    folder = store.default_root()
+    folder = disk_cache.default_root()
     try:
-        store.made(folder)
+        disk_cache.made(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as e:

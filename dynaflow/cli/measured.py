@@ -10,7 +10,8 @@ import torch
 import dynaflow as df
 from dynaflow.api import CompiledModel
 from dynaflow.errors import DynaFlowError
-from dynaflow.recording import Recorded, Recording
+from dynaflow.observe.recorded import Recorded
+from dynaflow.observe.recording import Recording
 
 
 def restorer(inputs: Mapping[str, Any]) -> Callable[[], None]:

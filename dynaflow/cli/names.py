@@ -6,9 +6,9 @@ import typer
 
 from dynaflow.cli import arguments as of
 from dynaflow.cli.output import out, print_json, show, table
+from dynaflow.core.device import DEVICES
 from dynaflow.models.table import MODELS
 from dynaflow.strategies import CLASSES
-from dynaflow.tune.device import DEVICES
 
 EXAMPLE = "dynaflow list"
 

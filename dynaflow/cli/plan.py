@@ -15,18 +15,18 @@ import torch
 import typer
 from rich.text import Text
 
-from dynaflow.capture.ops import Op, OpGraph
 from dynaflow.cli import arguments as of
 from dynaflow.cli.output import Folded, can_write, nothing_else, out, print_json, show, table, verbatim, write
+from dynaflow.cli.plan_for_device import capture
+from dynaflow.core.device import device_named
+from dynaflow.core.plan import Plan
+from dynaflow.core.plan_text import draw, kind_of
+from dynaflow.observe.document import Document
+from dynaflow.observe.page import page as page_of
+from dynaflow.observe.timelines import of_plan
+from dynaflow.partition.op_graph import Op, OpGraph
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.context import ScheduleContext
-from dynaflow.schedule.plan import Plan
-from dynaflow.tune.device import device_named
-from dynaflow.tune.shapes import capture
-from dynaflow.view.document import Document
-from dynaflow.view.makers import of_plan
-from dynaflow.view.page import page as page_of
-from dynaflow.view.text import draw, kind_of
 
 EXAMPLE = "dynaflow plan llama-3-8b --layers 1 --strategy nanoflow --batch 8 --prompt 512"
 

@@ -17,8 +17,8 @@ from dynaflow import _torch
 from dynaflow.cli import arguments as of
 from dynaflow.cli.measured import device_name, device_of, longest, recorded, restorer
 from dynaflow.cli.output import Folded, complain, listed, nothing_else, out, print_json, show, table
+from dynaflow.engine.verify import difference
 from dynaflow.tune.measure import side_by_side, timings
-from dynaflow.verify import difference
 
 EXAMPLE = "dynaflow run llama-tiny --strategy nanoflow --operators eager --seconds 1"
 

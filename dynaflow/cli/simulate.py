@@ -12,16 +12,16 @@ import typer
 from rich.text import Text
 
 from dynaflow.cli import arguments as of
+from dynaflow.cli import plan_for_device
 from dynaflow.cli.output import Folded, can_write, nothing_else, out, print_json, show, table, verbatim, write
+from dynaflow.core.device import Device, Link, device_named
+from dynaflow.cost.costs import Costs
+from dynaflow.cost.simulate import simulate as run
+from dynaflow.cost.simulation import Simulation
 from dynaflow.errors import DynaFlowError
 from dynaflow.models.build import Situation
-from dynaflow.tune import shapes
-from dynaflow.tune.cost import Costs
-from dynaflow.tune.device import Device, Link, device_named
-from dynaflow.tune.simulate import simulate as run
-from dynaflow.tune.simulation import Simulation
-from dynaflow.view.makers import of_simulation
-from dynaflow.view.page import page as page_of
+from dynaflow.observe.page import page as page_of
+from dynaflow.observe.timelines import of_simulation
 
 EXAMPLE = "dynaflow simulate llama-3-70b --tp 8 --device b200 --strategy comm_overlap --prompt 512 --layers 2"
 SHOWN = ("compute", "memory", "link", "sms")
@@ -69,10 +69,10 @@ def simulate(
             usual=Situation(), attention=attention, tp=tp, ep=ep,  # type: ignore[arg-type]
         )  # fmt: skip
         with of.at_fault(given):
-            graph, plan = shapes.capture(given.model, scheduler, given.inputs, where)
+            graph, plan = plan_for_device.capture(given.model, scheduler, given.inputs, where)
         captured = time.perf_counter()
         costs = Costs(graph, where)
-        before = run(shapes.in_sequence(plan), graph, costs, where, cudagraph=cudagraph)
+        before = run(plan_for_device.in_sequence(plan), graph, costs, where, cudagraph=cudagraph)
         after = run(plan, graph, costs, where, cudagraph=cudagraph)
         done = time.perf_counter()
 

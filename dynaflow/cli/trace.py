@@ -14,7 +14,7 @@ import dynaflow as df
 from dynaflow.cli import arguments as of
 from dynaflow.cli.measured import device_name, device_of, longest, recorded
 from dynaflow.cli.output import can_write, nothing_else, out, print_json, write
-from dynaflow.view.page import page as page_of
+from dynaflow.observe.page import page as page_of
 
 EXAMPLE = "dynaflow trace llama-tiny --strategy nanoflow --operators eager --out trace.json --page trace.html"
 

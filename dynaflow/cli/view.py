@@ -11,8 +11,8 @@ import typer
 from dynaflow.cli import arguments as of
 from dynaflow.cli.output import can_write, print_json, write
 from dynaflow.cli.output import out as console
-from dynaflow.view.files import read
-from dynaflow.view.page import page
+from dynaflow.observe.files import read
+from dynaflow.observe.page import page
 
 EXAMPLE = "dynaflow view plan.json --no-open"
 

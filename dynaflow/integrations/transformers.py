@@ -17,14 +17,14 @@ import torch
 
 from dynaflow import api
 from dynaflow._torch import shard_of
+from dynaflow.core.plan import Plan
+from dynaflow.core.stats import Stats
 from dynaflow.errors import DynaFlowError
 from dynaflow.integrations.transformers_caches import CacheMemory, Layer
 from dynaflow.lower.lower import CudaGraph
 from dynaflow.options import check_options, scheduler_of
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.context import ScheduleContext
-from dynaflow.schedule.plan import Plan
-from dynaflow.stats import Stats
 from dynaflow.strategies.auto import Auto
 from dynaflow.tune.explain import Explanation
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dynaflow import _torch, forks
+from dynaflow import _torch
+from dynaflow.core import forks
 
 KEPT = 2
 """Caches whose memory is kept, if as many are in use at once: two threads that generate, or one that holds a result."""

@@ -18,13 +18,13 @@ from torch import fx
 
 from dynaflow import _torch, api
 from dynaflow.capture.collectives import ANY
-from dynaflow.capture.declared import by_rows, collective, left_alone
-from dynaflow.engine import Engine
+from dynaflow.capture.op_registry import by_rows, collective, left_alone
+from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
-from dynaflow.hosted import TOLD, Hosted, Kept, Source, tell_rows, wrap
 from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_builds
 from dynaflow.options import check_options, defaults, scheduler_of
-from dynaflow.strategies.serving import Serving, serving
+from dynaflow.serving.host import TOLD, Hosted, Kept, Source, tell_rows, wrap
+from dynaflow.serving.scheduler import Serving, serving
 
 VERSIONS = ("0.26", "0.32")  # the first was measured on CUDA, the second is tested on CPU
 BACKEND = f"{__name__}.Graph"

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dynaflow.capture.alignment import by_name
-from dynaflow.hosted import Batch, wrap
+from dynaflow.capture.batch_analysis.signatures import by_name
+from dynaflow.serving.host import Batch, wrap
 
 PIECE = 64  # a prompt may be cut wherever so many of its tokens are complete
 PARTS = 15  # into so many a step may be cut: each has builders of metadata of its own, beside vLLM's

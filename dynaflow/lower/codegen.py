@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from dynaflow.errors import printable
-from dynaflow.lower.marks import Marks
+from dynaflow.lower.first_call import Untried
 from dynaflow.lower.segments import Segment
 from dynaflow.lower.steps import Program, Step
-from dynaflow.lower.untried import Untried
+from dynaflow.lower.timing import Marks
 
 _numbers = itertools.count()
 

@@ -15,8 +15,8 @@ import sympy
 import torch
 from torch import fx
 
-from dynaflow.capture.graph import Shape
-from dynaflow.capture.ops import OpGraph
+from dynaflow.capture.captured_graph import Shape
+from dynaflow.partition.op_graph import OpGraph
 
 _GROUPED_AT_MOST = 1 / 3
 """Inductor weighs convolutions by their work: grouped ones lose by the layout about as much as two others gain."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dynaflow.capture.ops import Op, OpGraph, Value
-from dynaflow.capture.rules import addresses_memory
-from dynaflow.lower.ends import is_product, result_node
-from dynaflow.lower.units import Parts, Unit, are_neighbours
+from dynaflow.capture.node_info import addresses_memory
+from dynaflow.lower.fuse_tasks import Parts, Unit, are_neighbours
+from dynaflow.lower.out_variants import is_product, result_node
+from dynaflow.partition.op_graph import Op, OpGraph, Value
 
 ALIGNMENT = 512
 """What the CUDA allocator gives, so that kernels find in an arena what they find elsewhere."""

@@ -14,10 +14,11 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.graph import Shape, per_row, span
-from dynaflow.capture.ops import OpGraph, Result
-from dynaflow.capture.probe import concrete
+from dynaflow.capture.batch_analysis.probe import concrete
+from dynaflow.capture.captured_graph import Shape, per_row
+from dynaflow.core.memory_layout import span
 from dynaflow.errors import SplitError
+from dynaflow.partition.op_graph import OpGraph, Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,19 +16,20 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.graph import Shape, Thing, is_dense, per_row
-from dynaflow.capture.ops import Op, OpGraph, Value
-from dynaflow.capture.probe import concrete
-from dynaflow.lower.ends import write_into
+from dynaflow.capture.batch_analysis.probe import concrete
+from dynaflow.capture.captured_graph import Shape, Thing, per_row
+from dynaflow.core.memory_layout import is_dense
+from dynaflow.core.plan import MicroBatch, Plan, Task, happens_before
+from dynaflow.lower.compile_ops import Operators, Sizes, Source, strides_of
+from dynaflow.lower.fuse_tasks import Parts, Unit, make_units
 from dynaflow.lower.layouts import arrange, image_layouts
 from dynaflow.lower.memory import Buffer, choose_buffers, plan_arena
-from dynaflow.lower.operators import Operators, Sizes, Source, strides_of
+from dynaflow.lower.out_variants import write_into
 from dynaflow.lower.steps import Program, Step
-from dynaflow.lower.units import Parts, Unit, make_units
-from dynaflow.run.arena import View
-from dynaflow.run.values import Join, Regroup, unpack
+from dynaflow.partition.op_graph import Op, OpGraph, Value
+from dynaflow.runtime.arena import View
+from dynaflow.runtime.joins import Join, Regroup, unpack
 from dynaflow.schedule.context import fusion_values
-from dynaflow.schedule.plan import MicroBatch, Plan, Task, happens_before
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynaflow.lower.operators import Condition
-from dynaflow.run.arena import View
+from dynaflow.lower.compile_ops import Condition
+from dynaflow.runtime.arena import View
 
 
 @dataclass(slots=True, kw_only=True)

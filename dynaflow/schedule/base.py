@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dynaflow import checked
-from dynaflow.errors import ScheduleError, shown, user_line
-
-if TYPE_CHECKING:
-    from dynaflow.capture.rules import Rule
-    from dynaflow.schedule.context import ScheduleContext
+from dynaflow.core import validate
+from dynaflow.errors import ScheduleError, shown
+from dynaflow.partition.rules import Rule
+from dynaflow.schedule.context import ScheduleContext
 
 
 class OpSchedulerBase:
@@ -33,17 +31,17 @@ class OpSchedulerBase:
     def at_least(least: int, **numbers: Any) -> None:
         """For options of a scheduler: raises if one of the numbers is no whole number, or smaller."""
         for name, value in numbers.items():
-            checked.integer(value, name, f"pass {least} or more", least=least, error=ScheduleError)
+            validate.integer(value, name, f"pass {least} or more", least=least, error=ScheduleError)
 
     @staticmethod
     def listed(name: str, value: Any, advice: str) -> tuple[Any, ...]:
         """For options of a scheduler: the members of a list. Raises for anything else, a text included."""
-        return tuple(checked.several(value, name, advice, ScheduleError))
+        return tuple(validate.several(value, name, advice, ScheduleError))
 
     @staticmethod
     def listed_names(name: str, value: Any, advice: str) -> tuple[str, ...]:
         """The same, of texts alone."""
-        return tuple(checked.names(value, name, advice, ScheduleError))
+        return tuple(validate.names(value, name, advice, ScheduleError))
 
     def partition(self) -> list[Rule]:
         """Where the graph may be cut."""
@@ -68,30 +66,6 @@ class OpSchedulerBase:
     def bucket(self, batch_size: int) -> int:
         """To how many rows a batch is padded, so that few plans (and CUDA graphs) serve many sizes."""
         return batch_size
-
-
-class Choice(OpSchedulerBase):
-    """Leaves each situation to the scheduler that `function` names for it: see `choose`."""
-
-    def __init__(self, function: Callable[[ScheduleContext], OpSchedulerBase | str]) -> None:
-        self.function = function
-
-    def choose(self, ctx: ScheduleContext) -> OpSchedulerBase:
-        from dynaflow.strategies import make  # they are written with the public API, which needs this
-
-        chosen = self.function(ctx)
-        return make(chosen) if isinstance(chosen, str) else chosen
-
-
-def choose(function: Callable[[ScheduleContext], OpSchedulerBase | str]) -> Choice:
-    """A scheduler by situation: `choose(lambda ctx: "nanoflow" if ctx.batch_size > 64 else "sequential")`."""
-    if not callable(function):
-        raise ScheduleError(
-            f"choose({shown(function)}): no function",
-            line=user_line(),
-            advice="pass a function of the context that returns a scheduler, or the name of a strategy",
-        )
-    return Choice(function)
 
 
 class Sequential(OpSchedulerBase):

@@ -13,109 +13,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import NoneType
 
-from dynaflow import checked
 from dynaflow.capture.collectives import ANY
-from dynaflow.capture.ops import Op, OpGraph
+from dynaflow.core import validate
+from dynaflow.core.plan import Plan
+from dynaflow.core.plan_form import REMAKE, check_items, check_lanes, check_micro_batches, check_types
 from dynaflow.errors import PlanError, SplitError, shown
-from dynaflow.schedule.plan import MOST_PRIORITY, MOST_SMS, Item, Lane, MicroBatch, Plan, Task, is_name
+from dynaflow.partition.op_graph import Op, OpGraph
 from dynaflow.schedule.split import request_lengths
-
-_REMAKE = "make the plan again with this model, scheduler and version"
 
 
 def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int] | None = None) -> None:
     """`num_tokens`: the lengths of the requests, when the batch is ragged."""
-    _check_types(plan)
+    check_types(plan)
     if not isinstance(graph, OpGraph):
         raise PlanError(f"check(plan, {shown(graph)}): no graph", advice="pass the OpGraph that the plan is for")
-    batch_size = checked.integer(batch_size, "check(batch_size)", "pass the number of rows", error=PlanError)
+    batch_size = validate.integer(batch_size, "check(batch_size)", "pass the number of rows", error=PlanError)
     if plan.graph != graph.fingerprint:
         raise PlanError(
-            f"the plan is for another graph ({shown(plan.graph)}, this is {graph.fingerprint})", advice=_REMAKE
+            f"the plan is for another graph ({shown(plan.graph)}, this is {graph.fingerprint})", advice=REMAKE
         )
-    _check_micro_batches(plan, batch_size)
+    check_micro_batches(plan, batch_size)
     if len(plan.micro_batches) > 1:
         _check_requests(plan, request_lengths(num_tokens))
     if plan.sequential:
         return
-    _check_lanes(plan)
-    _check_items(plan)
+    check_lanes(plan)
+    check_items(plan)
     owner = _check_coverage(plan, graph)
     _check_memory(plan, graph, owner)
     _check_follows(plan, graph, owner)
     _check_collectives(plan, graph)
 
 
-def check_form(plan: Plan) -> None:
-    """All that can be told without the graph, for those who look at a plan that may come from anywhere."""
-    _check_types(plan)
-    _check_micro_batches(plan, plan.batch_size)
-    _check_lanes(plan)
-    _check_items(plan)
-
-
-def _check_types(plan: Plan) -> None:
-    """A plan may be made by hand."""
-    if not isinstance(plan, Plan):
-        raise PlanError(f"{shown(plan)} is no plan", advice="pass a Plan, such as fast.plan(**inputs) gives")
-    for what, found, kind in (
-        ("micro_batches", plan.micro_batches, MicroBatch), ("lanes", plan.lanes, Lane), ("tasks", plan.tasks, Task),
-    ):  # fmt: skip
-        if not _all_are(found, kind):
-            raise _malformed(f"{what} is {shown(found)}", f"a tuple of {kind.__name__}")
-    if not isinstance(plan.graph, str) or not plan.micro_batches:
-        raise _malformed(f"graph={shown(plan.graph)}, {len(plan.micro_batches)} micro-batches", "a name, and some")
-    for m in plan.micro_batches:
-        pair = m.requests is None or (_all_are(m.requests, int) and len(m.requests) == 2)
-        if not pair or not _all_are((m.index, m.start, m.stop), int):
-            raise _malformed(shown(m), "whole numbers")
-    for lane in plan.lanes:
-        share = lane.sms is None or _all_are((lane.sms,), int)
-        if not share or not _all_are((lane.priority,), int) or not is_name(lane.name):
-            raise _malformed(shown(lane), "a name that can be printed, and whole numbers")
-    for i, task in enumerate(plan.tasks):
-        fits = _all_are(task.items, Item) and _all_are(task.after, int) and isinstance(task.replace, (str, NoneType))
-        if not fits or not all(isinstance(item.op, str) and _all_are(item.micro_batches, int) for item in task.items):
-            raise _malformed(f"task {i} is {shown(task)}", "items, and whole numbers to wait for")
-
-
-def _all_are(values: object, kind: type) -> bool:
-    if not isinstance(values, tuple) or not all(isinstance(v, kind) for v in values):
-        return False
-    return kind is not int or all(type(v) is int and abs(v) < 1 << 63 for v in values)
-
-
-def _malformed(found: str, wanted: str) -> PlanError:
-    return PlanError(f"malformed plan: {found}, and should be {wanted}", advice=_REMAKE)
-
-
-def _check_micro_batches(plan: Plan, batch_size: int) -> None:
-    row = request = 0
-    for i, m in enumerate(plan.micro_batches):
-        if m.index != i or m.start != row or m.stop <= m.start:
-            raise SplitError(
-                f"micro-batch {i} holds rows {m.start} to {m.stop}, but row {row} comes next",
-                advice="micro-batches follow one another without gaps, and none is empty",
-            )
-        if m.requests is not None and (m.requests[0] != request or m.requests[1] <= request):
-            raise SplitError(
-                f"micro-batch {i} holds requests {m.requests}, but request {request} comes next",
-                advice="micro-batches follow one another without gaps, and none is empty",
-            )
-        row, request = m.stop, (m.requests or (0, 0))[1]
-    if row != batch_size:
-        raise SplitError(
-            f"the plan splits {row} rows, but the batch has {batch_size}", advice="give sizes that add up to the batch"
-        )
-
-
 def _check_requests(plan: Plan, num_tokens: Sequence[int] | None) -> None:
     """A ragged batch is cut between its requests; others know of none."""
     ragged = [m.requests is not None for m in plan.micro_batches]
     if any(ragged) != all(ragged):
-        raise SplitError("some micro-batches hold requests, and some rows alone", advice=_REMAKE)
+        raise SplitError("some micro-batches hold requests, and some rows alone", advice=REMAKE)
     if num_tokens is None:
         return
     for m in plan.micro_batches:
@@ -127,66 +62,7 @@ def _check_requests(plan: Plan, num_tokens: Sequence[int] | None) -> None:
             )
     count = (plan.micro_batches[-1].requests or (0, 0))[1]
     if count != len(num_tokens):
-        raise SplitError(f"the plan splits {count} requests, but the batch has {len(num_tokens)}", advice=_REMAKE)
-
-
-def _check_lanes(plan: Plan) -> None:
-    names = [lane.name for lane in plan.lanes]
-    if len(set(names)) < len(names):
-        raise PlanError(f"two lanes have one name: {names}", advice=_REMAKE)
-    for lane in plan.lanes:
-        if lane.sms is not None and not 1 <= lane.sms <= MOST_SMS:
-            raise PlanError(
-                f"lane {lane.name!r} has a share of {shown(lane.sms)} SMs",
-                advice="give it at least one, and no more than there are; or None",
-            )
-        if abs(lane.priority) > MOST_PRIORITY:
-            raise PlanError(
-                f"lane {lane.name!r} has the priority {shown(lane.priority)}",
-                advice="give it 0, or a small negative number for a more urgent lane",
-            )
-    for i, task in enumerate(plan.tasks):
-        if task.lane not in names:
-            raise PlanError(f"task {i} ({task}) is on lane {task.lane!r}, which the plan does not have", advice=_REMAKE)
-        for a in task.after:
-            if not 0 <= a < len(plan.tasks):
-                raise PlanError(f"task {i} ({task}) waits for task {shown(a)}, which does not exist", advice=_REMAKE)
-            if a >= i:
-                circle = "wait cycle" if _reaches(plan, a, i) else "wait for a task that is issued later"
-                raise PlanError(
-                    f"{circle}: task {i} ({task}) waits for task {a} ({plan.tasks[a]})",
-                    op=task.items[0].op if task.items else None,
-                    advice="a task may wait only for tasks listed before it",
-                )
-
-
-def _reaches(plan: Plan, start: int, goal: int) -> bool:
-    """Does `start` wait, through lanes and waits, for `goal`?"""
-    todo, seen = [start], set()
-    while todo:
-        i = todo.pop()
-        if i == goal:
-            return True
-        if i not in seen:
-            seen.add(i)
-            todo.extend(a for a in plan.tasks[i].after if 0 <= a < len(plan.tasks))
-            todo.extend(j for j in range(i) if plan.tasks[j].lane == plan.tasks[i].lane)
-    return False
-
-
-def _check_items(plan: Plan) -> None:
-    everything = tuple(range(len(plan.micro_batches)))
-    for t, task in enumerate(plan.tasks):
-        if not task.items:
-            raise PlanError(f"task {t} ({task}) has 0 operators and no function", advice=_REMAKE)
-        for item in task.items:
-            if not item.micro_batches or list(item.micro_batches) != sorted(item.micro_batches):
-                raise PlanError(f"task {t} runs {item}: no micro-batches, or out of order", op=item.op, advice=_REMAKE)
-            if not set(item.micro_batches) <= set(everything):
-                what = f"task {t} runs {item} for a micro-batch that is not there"
-                raise PlanError(what, op=item.op, advice=_REMAKE)
-            if task.replace and item.micro_batches != everything[item.micro_batches[0] :][: len(item.micro_batches)]:
-                raise PlanError(f"task {t} fuses {item}, which leaves out micro-batches", op=item.op, advice=_REMAKE)
+        raise SplitError(f"the plan splits {count} requests, but the batch has {len(num_tokens)}", advice=REMAKE)
 
 
 def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
@@ -196,11 +72,11 @@ def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
     by_name = graph.by_name
     for t, task in enumerate(plan.tasks):
         if len(task.items) > 1 and task.replace is None:  # in a plan that is only drawn, they may be compiled as one
-            raise PlanError(f"task {t} ({task}) has {len(task.items)} operators and no function", advice=_REMAKE)
+            raise PlanError(f"task {t} ({task}) has {len(task.items)} operators and no function", advice=REMAKE)
         for place, item in enumerate(task.items):
             op = by_name.get(item.op)
             if op is None:
-                raise PlanError(f"task {t} runs {item.op!r}, which the graph does not have", op=item.op, advice=_REMAKE)
+                raise PlanError(f"task {t} runs {item.op!r}, which the graph does not have", op=item.op, advice=REMAKE)
             if not op.splittable and item.micro_batches != everything:
                 raise _illegal_split(op)
             for m in item.micro_batches:

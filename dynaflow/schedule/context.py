@@ -6,22 +6,19 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import sympy
 import torch
 
-from dynaflow import checked
-from dynaflow.capture.graph import Phase
-from dynaflow.capture.ops import Op, OpGraph
+from dynaflow.capture.captured_graph import Phase
+from dynaflow.core import validate
+from dynaflow.core.device import device_for
+from dynaflow.core.plan import MOST_PRIORITY, MOST_SMS, Item, Lane, MicroBatch, Plan, Task, is_name
+from dynaflow.cost.costs import Costs
 from dynaflow.errors import ScheduleError, SplitError, shown, user_line
-from dynaflow.schedule.plan import MOST_PRIORITY, MOST_SMS, Item, Lane, MicroBatch, Plan, Task, is_name
+from dynaflow.partition.op_graph import Op, OpGraph
 from dynaflow.schedule.split import parts_of, request_lengths, split_requests, split_rows
-from dynaflow.tune.device import device_for
-
-if TYPE_CHECKING:
-    from dynaflow.schedule.base import OpSchedulerBase
-    from dynaflow.tune.cost import Costs
 
 DEFAULT_LANE = "main"
 FACT_NAMES = ""
@@ -75,9 +72,9 @@ class Trials(Protocol):
     args: Sequence[Any]
     cudagraph: bool
 
-    def plan(self, scheduler: OpSchedulerBase) -> Any: ...
+    def plan(self, scheduler: Any) -> Any: ...
 
-    def lowered(self, scheduler: OpSchedulerBase) -> Any: ...
+    def lowered(self, scheduler: Any) -> Any: ...
 
     def watched(self, planned: Any, plan: Plan, on_task: Callable[[Task, str], None]) -> Any: ...
 
@@ -111,7 +108,7 @@ class ScheduleContext:
         """The partitioned graph behind `ops`, and what its symbols stand for."""
         self.note: Any = None
         """Why it was decided so, for `fast.explain()`: anything that can be printed."""
-        self.later: Callable[[ScheduleContext], OpSchedulerBase] | None = None
+        self.later: Callable[[ScheduleContext], Any] | None = None
         self._graph, self._has_batch = graph, has_batch
         self._sequential = False
         self._tasks: list[Task] = []
@@ -165,14 +162,12 @@ class ScheduleContext:
 
     @cached_property
     def _costs(self) -> Costs:
-        from dynaflow.tune.cost import Costs  # costs are of operators, which the tuner knows all about
-
         return Costs(self._graph, device_for(self.device), sizes=self.sizes)
 
-    def decide_later(self, decide: Callable[[ScheduleContext], OpSchedulerBase]) -> None:
+    def decide_later(self, decide: Callable[[ScheduleContext], Any]) -> None:
         """For `choose`: what it returns holds until `decide`, in a thread of its own, has found something better."""
         advice = "pass a function of the context that returns a scheduler"
-        self.later = checked.function(decide, "decide_later(decide)", advice, ScheduleError)
+        self.later = validate.function(decide, "decide_later(decide)", advice, ScheduleError)
 
     @property
     def has_batch(self) -> bool:
@@ -200,10 +195,10 @@ class ScheduleContext:
             raise ScheduleError(f"lane({shown(name)}): no name", line=line, advice='pass a name, such as "memory"')
         if sms is not None:
             advice = f"pass a positive number, at most {MOST_SMS}, or leave it out; ctx.sms is what there is"
-            sms = checked.integer(sms, f"lane {name!r}: sms", advice, least=1, most=MOST_SMS, error=ScheduleError)
+            sms = validate.integer(sms, f"lane {name!r}: sms", advice, least=1, most=MOST_SMS, error=ScheduleError)
         advice, most = "pass 0, or a negative number for a more urgent lane", MOST_PRIORITY
         what = f"lane {name!r}: priority"
-        priority = checked.integer(priority, what, advice, least=-most, most=most, error=ScheduleError)
+        priority = validate.integer(priority, what, advice, least=-most, most=most, error=ScheduleError)
         lane = Lane(name=name, sms=sms, priority=priority)
         known = self._declared.get(name) or (Lane(name=name) if name in self._last_on else lane)
         if known != lane:
@@ -585,7 +580,7 @@ def _partly(items: Sequence[tuple[Op, tuple[int, ...]]], users: list[Op], ms: tu
 
 def _items(who: str, given: Any) -> list[OpItem]:
     """One, or several."""
-    found = [given] if isinstance(given, OpItem) else checked.members(given)
+    found = [given] if isinstance(given, OpItem) else validate.members(given)
     if found is None:
         raise _not_an_item(who, given)
     for item in found:

@@ -38,11 +38,9 @@ from typing import Any
 
 import torch
 
+from dynaflow.core.plan import FORMAT
+from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase
-from dynaflow.schedule.plan import FORMAT
-
-if typing.TYPE_CHECKING:
-    from dynaflow.capture.ops import OpGraph
 
 
 def identity(scheduler: OpSchedulerBase) -> str | None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dynaflow import checked
+from dynaflow.core import validate
+from dynaflow.core.plan import MicroBatch
 from dynaflow.errors import SplitError, shown, user_line
-from dynaflow.schedule.plan import MicroBatch
 
 
 def parts_of(parts: Any, what: str) -> int | list[int]:
     """Into how many parts, or into which sizes."""
-    alone, told = checked.is_integer(parts), f"{what}({shown(parts)})"
+    alone, told = validate.is_integer(parts), f"{what}({shown(parts)})"
     advice = f"{what}(2) cuts into two parts, {what}([5, 3]) into these sizes"
-    sizes = [parts] if alone else checked.several(parts, what, advice, SplitError)
-    if not all(map(checked.is_integer, sizes)):
+    sizes = [parts] if alone else validate.several(parts, what, advice, SplitError)
+    if not all(map(validate.is_integer, sizes)):
         raise SplitError(f"{told}: not all of them are whole numbers", line=user_line(), advice=advice)
     sizes = [int(size) for size in sizes]
     if not sizes or min(sizes) < 1:
@@ -28,8 +28,8 @@ def request_lengths(tokens: Any) -> list[int] | None:
     if tokens is None:
         return None
     what, advice = 'facts["num_tokens"]', "give the length of every request in the batch: [5, 3, 8]"
-    return [checked.integer(n, what, advice, least=0, error=SplitError)
-            for n in checked.several(tokens, what, advice, SplitError)]  # fmt: skip
+    return [validate.integer(n, what, advice, least=0, error=SplitError)
+            for n in validate.several(tokens, what, advice, SplitError)]  # fmt: skip
 
 
 def request_count(tokens: Any) -> int:

@@ -8,13 +8,11 @@ import inspect
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from dynaflow.core.importing import imported
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at, shown
-from dynaflow.imported import imported
-
-if TYPE_CHECKING:
-    from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.schedule.base import OpSchedulerBase
 
 CLASSES = {
     "sequential": "Sequential",
@@ -114,8 +112,6 @@ def _strategy(name: str) -> Any:
 
 
 def _own(name: str) -> Any:
-    from dynaflow.schedule.base import OpSchedulerBase
-
     kind = imported(name, "scheduler", ScheduleError)
     if not (isinstance(kind, type) and issubclass(kind, OpSchedulerBase)):
         raise ScheduleError(f"{name!r} is no scheduler", advice="name a subclass of dynaflow.OpSchedulerBase")

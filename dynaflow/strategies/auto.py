@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import dynaflow as df
-from dynaflow import checked
+from dynaflow.core import validate
 from dynaflow.strategies import named
+from dynaflow.strategies.candidates import candidates
 from dynaflow.tune.progress import progress_bar
+from dynaflow.tune.tuner import Among, Tuner
 
 
 class Auto(df.OpSchedulerBase):
@@ -28,12 +31,12 @@ class Auto(df.OpSchedulerBase):
     ) -> None:
         self.at_least(1, most=most)
         if not isinstance(when, str) or when not in ("first call", "background"):
-            raise checked.wrong("Auto(when)", when, 'say "first call" or "background"', df.ScheduleError)
-        if not (checked.is_integer(seconds) or isinstance(seconds, float)) or not seconds >= 0:
-            raise checked.wrong("Auto(seconds)", seconds, "pass 0 or more", df.ScheduleError)
+            raise validate.wrong("Auto(when)", when, 'say "first call" or "background"', df.ScheduleError)
+        if not (validate.is_integer(seconds) or isinstance(seconds, float)) or not seconds >= 0:
+            raise validate.wrong("Auto(seconds)", seconds, "pass 0 or more", df.ScheduleError)
         if among is not None:
             advice = 'list names of strategies, or schedulers: among=["nanoflow", "branches"]'
-            among = checked.several(among, "Auto(among)", advice, df.ScheduleError)
+            among = validate.several(among, "Auto(among)", advice, df.ScheduleError)
         self.seconds, self.when, self.most, self.among, self.progress = seconds, when, most, among, progress
 
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
@@ -46,12 +49,9 @@ class Auto(df.OpSchedulerBase):
         self, ctx: df.ScheduleContext, wrap: Callable[[df.OpSchedulerBase], df.OpSchedulerBase] | None = None
     ) -> df.OpSchedulerBase:
         """Tunes now. `wrap`: what becomes of each candidate before it is tried."""
-        from dynaflow.tune.candidates import candidates  # they know all strategies, this one too
-        from dynaflow.tune.tuner import Tuner
-
-        among = None if self.among is None else [named(s) for s in self.among]
+        among: Among = partial(candidates, ctx) if self.among is None else [named(s) for s in self.among]
         if wrap is not None:
-            among = [(name, wrap(s)) for name, s in (candidates(ctx) if among is None else among)]
+            among = [(name, wrap(s)) for name, s in (among() if callable(among) else among)]
         with progress_bar(self.seconds if self.progress else 0) as say:
             chosen, ctx.note = Tuner(ctx, seconds=self.seconds, most=self.most, among=among, say=say).decide()
         return chosen

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 import dynaflow as df
 from dynaflow import _torch
-from dynaflow.lower.operators import nameless
+from dynaflow.lower.compile_ops import nameless
 
 ADDING = frozenset(("copy_", "add", "add_", "iadd", "sub", "mul", "to", "float", "bfloat16", "half", "type_as"))
 """Calls that may stand between a collective and its norm: a residual, a bias, a scale, a cast."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dynaflow as df
-from dynaflow.tune.order import Piece, solve
+from dynaflow.tune.solver import Piece, solve
 
 
 class Searched(df.OpSchedulerBase):

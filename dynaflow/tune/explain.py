@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dynaflow.schedule.plan import Plan
-from dynaflow.tune.simulation import Simulation
+from dynaflow.core.plan import Plan
+from dynaflow.cost.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

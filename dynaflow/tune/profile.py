@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from dynaflow.capture.ops import OpGraph
-from dynaflow.capture.work import operator_key
+from dynaflow.core.device import device_for
+from dynaflow.core.disk_cache import Store
+from dynaflow.core.plan import Lane, Plan, Task, one_by_one
+from dynaflow.cost.costs import Costs, Profile
+from dynaflow.cost.simulate import rows_of
+from dynaflow.cost.work import operator_key
+from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.context import Trials
-from dynaflow.schedule.plan import Lane, Plan, Task, one_by_one
-from dynaflow.store import Store
 from dynaflow.tune.clock import Clock
-from dynaflow.tune.cost import Costs, Profile
-from dynaflow.tune.device import device_for
-from dynaflow.tune.simulate import rows_of
 
 RUNS = 5
 LANE = Lane(name="profile")

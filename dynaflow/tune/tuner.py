@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,22 +24,22 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
-from dynaflow.capture.declared import leaves_some_alone
-from dynaflow.capture.ops import OpGraph
+from dynaflow.capture.op_registry import leaves_some_alone
+from dynaflow.core.device import device_for
+from dynaflow.core.disk_cache import Store
+from dynaflow.core.plan_text import resource_in_words
+from dynaflow.cost.costs import Costs
+from dynaflow.cost.simulate import simulate
+from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import DynaFlowError
+from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.context import ScheduleContext
 from dynaflow.schedule.identity import graph_identity
-from dynaflow.schedule.ranks import PATIENCE
-from dynaflow.store import Store
-from dynaflow.tune.candidates import candidates
-from dynaflow.tune.cost import Costs
+from dynaflow.schedule.rank_consensus import PATIENCE
 from dynaflow.tune.decision import SEQUENCE, Decision, Tried
-from dynaflow.tune.device import device_for
-from dynaflow.tune.measure import ROUNDS, NoRoom, Snapshot, Timing, side_by_side, timings
+from dynaflow.tune.measure import ROUNDS, Timing, side_by_side, timings
 from dynaflow.tune.profile import Profiler
-from dynaflow.tune.simulate import simulate
-from dynaflow.view.text import resource_in_words
 
 GAIN = 0.99
 """A winner takes at most this part of sequence's time, and nine rounds of ten are faster than sequence."""
@@ -49,6 +49,9 @@ _store = Store("decisions")
 _numbers = itertools.count()
 
 Say = Callable[[str], None]
+Named = tuple[str, OpSchedulerBase]
+Among = Sequence[Named] | Callable[[], Iterable[Named]]
+"""Schedulers to choose from; or what makes them, one by one while there is time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class Tuner:
         *,
         seconds: float,
         most: int,
-        among: Sequence[tuple[str, OpSchedulerBase]] | None = None,
+        among: Among,
         say: Say = lambda text: None,
     ) -> None:
         assert ctx.trials is not None
@@ -128,9 +131,12 @@ class Tuner:
 
     # 1. plan
 
+    def _candidates(self) -> Iterable[Named]:
+        return self.among() if callable(self.among) else self.among
+
     def _planned(self) -> Iterator[_Candidate]:
         seen: set[Any] = set()
-        for name, scheduler in self.among if self.among is not None else candidates(self.ctx):
+        for name, scheduler in self._candidates():
             if not self.ranks and self.measures and time.perf_counter() > self.end:
                 return
             if not self.measures and "searched" in name:  # for seconds, and in each situation
@@ -248,7 +254,7 @@ class Tuner:
             return None
         if decision.chosen == SEQUENCE:
             return self.sequence, decision
-        scheduler = next((s for n, s in self.among or candidates(self.ctx) if n == decision.chosen), None)
+        scheduler = next((s for n, s in self._candidates() if n == decision.chosen), None)
         if scheduler is None:
             return None
         if not self.measures:
@@ -261,7 +267,7 @@ class Tuner:
 
     def _key(self) -> str:
         ctx = self.ctx
-        names = [name for name, _ in self.among] if self.among is not None else "all"
+        names = "all" if callable(self.among) else [name for name, _ in self.among]
         card = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ""
         parts = [graph_identity(ctx.graph), sorted(ctx.inputs.items()), str(ctx.device), card, ctx.sms, names,
                  self.trials.cudagraph, torch.__version__, str(ctx.facts.get("num_tokens"))]  # fmt: skip

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
-from dynaflow.view.document import Counter, Document, TimedTask
-from dynaflow.view.makers import of_plan, of_spans
-from dynaflow.view.page import page
+from dynaflow.core.plan import Item, Lane, MicroBatch, Plan, Task
+from dynaflow.observe.document import Counter, Document, TimedTask
+from dynaflow.observe.page import page
+from dynaflow.observe.timelines import of_plan, of_spans
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install 'dynaflow[browser]'")
 

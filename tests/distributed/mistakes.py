@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 import dynaflow as df
-from dynaflow.schedule import ranks
+from dynaflow.schedule import rank_consensus
 from dynaflow.strategies.comm_overlap import CommOverlap
 from tests.distributed import library
 from tests.distributed.models import compare, in_double, numbers, tensor_parallel
 
 SOON = 20.0
 """Seconds, on a machine that has other things to do."""
-ranks.PATIENCE = timedelta(seconds=5)
+rank_consensus.PATIENCE = timedelta(seconds=5)
 
 
 class ALaneEach(CommOverlap):
@@ -89,7 +89,7 @@ def never_calls() -> None:
     start = time.monotonic()
     with torch.no_grad(), pytest.raises(df.PlanError, match="rank 1 has planned nothing") as raised:
         fast(numbers(6, 8))
-    assert ranks.PATIENCE.total_seconds() - 1 < time.monotonic() - start < SOON
+    assert rank_consensus.PATIENCE.total_seconds() - 1 < time.monotonic() - start < SOON
     assert "on all ranks" in raised.value.advice
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import dynaflow as df
 import dynaflow.cli
-from dynaflow.capture import declared
+from dynaflow.capture import op_registry
 from dynaflow.integrations import transformers
 from tests.docs import preludes
 from tests.docs.pages import PAGES, Block, blocks, commands, name_of
@@ -39,7 +39,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     accelerate = functools.partial(transformers.accelerate, operators="eager")
     monkeypatch.setattr(transformers, "accelerate", accelerate)
     monkeypatch.setenv("DYNAFLOW_OPERATORS", "eager")
-    monkeypatch.setattr(declared, "_collectives", dict(declared._collectives))  # what a page declares is its own
+    monkeypatch.setattr(op_registry, "_collectives", dict(op_registry._collectives))  # what a page declares is its own
     module = types.ModuleType("page_" + "".join(c if c.isalnum() else "_" for c in name_of(page)))
     monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks a function's globals up by its module
     section = None

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from dynaflow.capture.ops import OpGraph
-from dynaflow.capture.rules import target_names
+from dynaflow.capture.node_info import target_names
+from dynaflow.core.plan import Plan
 from dynaflow.errors import DynaFlowError, VerifyError
+from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.check import check
-from dynaflow.schedule.plan import Plan
 from tests.fuzz.compare import Mismatch, Run, Undefined, compare, write_to_results
 from tests.fuzz.dice import Dice
 from tests.fuzz.graphs import RandomGraph

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dynaflow.schedule.plan import Task
+from dynaflow.core.plan import Task
 from tests.fuzz.compare import Mismatch, Run, Undefined, compare
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine_way import count_plans, functions_of

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from dynaflow import SplitModule
-from dynaflow.capture.rules import MARK, mark
+from dynaflow.capture.annotations import MARK, mark
 from tests.fuzz.builder import Builder
 from tests.fuzz.dice import Dice, NotHere
 from tests.fuzz.inputs import ROUNDED, WHOLE, Input, draw_inputs

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from dynaflow.capture.graph import copied
-from dynaflow.engine import Engine
-from dynaflow.lower.lower import Lowered
+from dynaflow.capture.captured_graph import copied
+from dynaflow.core.plan import Task
+from dynaflow.engine.engine import Engine
+from dynaflow.lower.executable import Lowered
 from dynaflow.schedule.base import Sequential
-from dynaflow.schedule.plan import Task
 from tests.fuzz.dice import Dice
 from tests.fuzz.graphs import RandomGraph, random_graph
 from tests.fuzz.sizes import POINTS, Sizes

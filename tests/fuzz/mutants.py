@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from dynaflow.capture.ops import OpGraph
-from dynaflow.schedule.plan import Item, MicroBatch, Plan, Task
+from dynaflow.core.plan import Item, MicroBatch, Plan, Task
+from dynaflow.partition.op_graph import OpGraph
 from tests.fuzz.dice import Dice
 
 Mutant = tuple[str, Plan]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dynaflow.capture.ops import Op, OpGraph
-from dynaflow.schedule.plan import Plan
+from dynaflow.core.plan import Plan
+from dynaflow.partition.op_graph import Op, OpGraph
 
 
 def why_illegal(plan: Plan, graph: OpGraph, rows: int) -> str | None:

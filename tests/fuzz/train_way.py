@@ -22,8 +22,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from dynaflow.capture.graph import copied
-from dynaflow.engine import Engine
+from dynaflow.capture.captured_graph import copied
+from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
 from tests.fuzz.compare import TOLERANCE, Mismatch, Run, Undefined, compare, compare_gradients, used_of
 from tests.fuzz.dice import Dice

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.run import graphs
+from dynaflow.runtime import cuda_graphs
 from tests.gpu.test_cuda import Lanes, decode_agrees, exact_matmuls, gap  # noqa: F401  (a fixture)
 from tests.zoo import DECODE, ZOO, decode_setup, to
 
@@ -258,7 +258,7 @@ def test_tagged_operators_stay_outside():
 
 
 def test_a_bounded_number_is_kept(monkeypatch):
-    monkeypatch.setattr(graphs, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(cuda_graphs, "GRAPHS_KEPT", 2)
     model = block()
     fast = df.compile(model, Lanes(CUTS, 2, 2), cudagraph="plan")
     with torch.inference_mode():
@@ -364,10 +364,10 @@ def test_inputs_that_always_move_end_the_captures():
     fast = df.compile(model, Lanes(CUTS, 2, 2), cudagraph="plan", static_inputs=["x"])
     with torch.inference_mode(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kept = [rows(i) for i in range(graphs.CAPTURES + 4)]
+        kept = [rows(i) for i in range(cuda_graphs.CAPTURES + 4)]
         for x in kept:
             torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
-    assert fast.stats.captures == graphs.CAPTURES and len(fast.stats.capture_failures) == 1
+    assert fast.stats.captures == cuda_graphs.CAPTURES and len(fast.stats.capture_failures) == 1
     assert any("elsewhere in memory" in str(w.message) for w in caught)
 
 

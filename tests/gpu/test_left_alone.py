@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import dynaflow as df
-from dynaflow.capture import declared
+from dynaflow.capture import op_registry
 from tests.unit.test_left_alone import SEEN, Stretching, fresh, model, picked, weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -49,7 +49,7 @@ def test_one_compilation_serves_all_sizes_and_layers(given):
 
 @pytest.mark.parametrize("graphs", [None, "plan"])
 def test_micro_batches_on_lanes(given, graphs):
-    declared.by_rows("dynaflow_tests::look_outside")
+    op_registry.by_rows("dynaflow_tests::look_outside")
     fast = df.compile(model, Halves(), batch_dims={"x": 0}, cudagraph=graphs)
     for _ in range(4):
         x = torch.randn(512, WIDTH, device="cuda")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dynaflow as df
-from dynaflow.run.partitions import CtypesDriver, carve, for_lanes
-from dynaflow.run.streams import StreamPool
-from dynaflow.schedule.plan import Lane
+from dynaflow.core.plan import Lane
+from dynaflow.runtime.cuda_lanes import StreamPool
+from dynaflow.runtime.sm_partitions import CtypesDriver, carve, for_lanes
 from tests.helpers import STACK_RULES, Stack
 
 if not torch.cuda.is_available():

@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dynaflow.engine import Engine
+from dynaflow.engine.engine import Engine
+from dynaflow.engine.runner import Raiser
 from dynaflow.errors import DynaFlowError
-from dynaflow.runner import Raiser
 from tests.fuzz.examples import Example
 from tests.helpers import Each
 from tests.ops.samples import NOT_COMPARED, UNCHECKED, WAYS, Cut, Operator, Sample, fake_mode, is_plain, resized, target

@@ -28,9 +28,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec  # noqa: E402
 
-from dynaflow.hosted import wrap  # noqa: E402
 from dynaflow.integrations import vllm as integration  # noqa: E402
 from dynaflow.integrations.vllm_batches import PARTS, UNKNOWN, Blocks, Step, cut, remember_builds  # noqa: E402
+from dynaflow.serving.host import wrap  # noqa: E402
 
 # Metadata, cut
 

@@ -21,8 +21,8 @@ from tests.systems import vllm_model
 
 vllm_model.prepare()
 
-from dynaflow.hosted import wrap  # noqa: E402
-from dynaflow.lower.operators import Operators  # noqa: E402
+from dynaflow.lower.compile_ops import Operators  # noqa: E402
+from dynaflow.serving.host import wrap  # noqa: E402
 from tests.helpers import Pinned  # noqa: E402
 
 Settings = dict[str, dict[str, Any]]

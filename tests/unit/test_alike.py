@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from dynaflow import runner
-from dynaflow.capture import probe as probing
-from dynaflow.capture.alike import Apart, Told
-from dynaflow.capture.calls import dims_of, tensors_in
-from dynaflow.capture.graph import CapturedGraph
-from dynaflow.capture.probe import Probe
+from dynaflow.capture.batch_analysis import probe as probing
+from dynaflow.capture.batch_analysis.aten_calls import dims_of, tensors_in
+from dynaflow.capture.batch_analysis.probe import Probe
+from dynaflow.capture.batch_analysis.probe_memo import Apart, Told
+from dynaflow.capture.captured_graph import CapturedGraph
+from dynaflow.engine import runner
 from tests.fuzz.dice import Dice
 from tests.fuzz.groups import draw_group
 from tests.fuzz.sizes import POINTS

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow import checked, options, strategies
+from dynaflow import options, strategies
 from dynaflow.cli.arguments import scheduler_named
+from dynaflow.core import validate
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, graph_of, run_rest
 
 X = torch.ones(6, 8)
@@ -110,7 +111,7 @@ def test_methods_of_the_context(name: str) -> None:
                 ctx.graph, batch_size=6, has_batch=True, device=ctx.device, facts={}, sizes=ctx.sizes
             )
             if problem := survives(lambda v, c=fresh: INSIDE[name](c, v), value):
-                wrong.append(f"{checked.shown(value)}: {problem}")
+                wrong.append(f"{validate.shown(value)}: {problem}")
         ctx.sequential()
 
     with torch.no_grad():
@@ -199,7 +200,7 @@ def test_what_a_scheduler_returns(method: str) -> None:
                 assert_equal(fast(X), expected)
 
             if problem := survives(call, value):
-                wrong.append(f"{checked.shown(value)}: {problem}")
+                wrong.append(f"{validate.shown(value)}: {problem}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -284,7 +285,7 @@ def test_options_of_compile(option: str) -> None:
             with torch.no_grad():
                 fast(X)
 
-    wrong = [f"{checked.shown(v)}: {p}" for v in EVERYTHING if (p := survives(call, v))]
+    wrong = [f"{validate.shown(v)}: {p}" for v in EVERYTHING if (p := survives(call, v))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -294,7 +295,7 @@ def test_options_that_are_configured(option: str) -> None:
         with df.configure(**{option: value}):
             pass
 
-    wrong = [f"{checked.shown(v)}: {p}" for v in EVERYTHING if (p := survives(call, v))]
+    wrong = [f"{validate.shown(v)}: {p}" for v in EVERYTHING if (p := survives(call, v))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -446,7 +447,7 @@ FUNCTIONS: dict[str, Callable[[df.CompiledModel, Any], Any]] = {
     "offload match": lambda f, v: df.offload(Stack(), "cpu", v),
     "offload at_least": lambda f, v: df.offload(Stack(), "cpu", at_least=v),
     "restore": lambda f, v: df.restore(v),
-    "record": lambda f, v: df.record(v).__enter__() and None if not checked.is_integer(v) or v < 1 else None,
+    "record": lambda f, v: df.record(v).__enter__() and None if not validate.is_integer(v) or v < 1 else None,
     "save": lambda f, v: recorded(lambda r: r.save(v)) if not isinstance(v, (str, int)) else None,
     "draw": lambda f, v: df.draw(v),
     "draw spans": lambda f, v: df.draw(f.plan(X), v),
@@ -495,7 +496,7 @@ def test_functions(name: str, fast: df.CompiledModel, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with torch.no_grad() if "TrainStep" not in name else torch.enable_grad():
         found = [(v, survives(lambda v: FUNCTIONS[name](fast, v), v)) for v in EVERYTHING]
-    wrong = [f"{checked.shown(v)}: {problem}" for v, problem in found if problem]
+    wrong = [f"{validate.shown(v)}: {problem}" for v, problem in found if problem]
     assert not wrong, "\n".join(wrong)
 
 

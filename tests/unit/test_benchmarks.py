@@ -19,7 +19,7 @@ from benchmarks.report import Report, make_row, merged, take, write_table
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark, run
 from benchmarks.variants import Variant, Variants
-from dynaflow import recording
+from dynaflow.engine import recorder
 
 TINY = Settings(tiny=True, operators="eager", rounds=2)
 
@@ -55,7 +55,7 @@ def test_what_a_recording_costs(tmp_path: Path) -> None:
     (made,) = main(line)
     assert not [row for row in made.rows if "error" in row], made.rows
     assert len(made.rows) >= 5 and all("value" in row and row["limit"] for row in made.rows)
-    assert recording.now is None
+    assert recorder.now is None
 
 
 def test_the_training_suite_runs(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import dynaflow as df
 from dynaflow import _torch
 from dynaflow.cli.doctor import _compiler
-from dynaflow.lower.untried import Untried
+from dynaflow.lower.first_call import Untried
 from tests.helpers import Each, assert_equal, randn
 
 RULES = (df.SplitModule("first"), df.SplitModule("second"))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow import strategies
-from dynaflow.capture import declared
-from dynaflow.capture.work import work_of
+from dynaflow.capture import op_registry
+from dynaflow.cost.work import work_of
 from dynaflow.strategies import Comet, CommOverlap, DualBatch, NanoFlow, Searched, TokenWeave
 from tests.helpers import Each, Scheduler, assert_equal, compiled, graph_of, randn
 
@@ -57,12 +57,12 @@ def _(at: Tensor, x: Tensor, cache: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    known = dict(declared._globs)
+    known = dict(op_registry._globs)
     CACHE.zero_()
     with torch.no_grad():
         yield
-    declared._globs.clear()
-    declared._globs.update(known)
+    op_registry._globs.clear()
+    op_registry._globs.update(known)
 
 
 class Scaling(nn.Module):
@@ -451,12 +451,12 @@ class Summing(nn.Module):
 
 @pytest.fixture
 def teams() -> Iterator[None]:
-    known = dict(declared._collectives)
+    known = dict(op_registry._collectives)
     df.collective(torch.ops.dynaflow_tests.team_sum, group="team", named=lambda team: f"torch's {team}")
     df.collective("dynaflow_tests::team_sc*", group="team", dim="dim")
     yield
-    declared._collectives.clear()
-    declared._collectives.update(known)
+    op_registry._collectives.clear()
+    op_registry._collectives.update(known)
 
 
 def test_an_operator_that_nobody_declared_is_no_collective() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow import engine
-from dynaflow.capture.training import Passes
+from dynaflow.capture.joint_graph import Passes
+from dynaflow.engine import engine
 from dynaflow.errors import FallbackWarning
 from dynaflow.lower.lower import Lowerer
 from tests.helpers import Each, compiled, randn

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import dynaflow as df
-from dynaflow import forks
+from dynaflow.core import forks
 from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, randn
 
 X, LARGER = randn(6, 8), randn(9, 8)
@@ -210,7 +210,8 @@ def test_a_lock_that_the_forking_thread_holds_stays_its_own() -> None:
 
 def test_all_locks_are_opened_in_a_child() -> None:
     """Those of a `Call` belong to one run, and the one of recordings says that one is on."""
-    allowed = {"forks.py": 2, "recording.py": 1}
-    for path in sorted(Path(df.__file__).parent.rglob("*.py")):
+    allowed = {"core/forks.py": 2, "observe/recording.py": 1}
+    root = Path(df.__file__).parent
+    for path in sorted(root.rglob("*.py")):
         found = re.findall(r"threading\.(?:R?Lock|Condition|Semaphore|Event|Barrier)\(", path.read_text())
-        assert len(found) == allowed.get(path.name, 0), f"{path}: use dynaflow.forks"
+        assert len(found) == allowed.get(path.relative_to(root).as_posix(), 0), f"{path}: use dynaflow.core.forks"

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import dynaflow as df
-from dynaflow.run import graphs
-from dynaflow.run.graphs import GraphPool, _once
-from dynaflow.stats import Stats
+from dynaflow.core.stats import Stats
+from dynaflow.runtime import cuda_graphs
+from dynaflow.runtime.cuda_graphs import GraphPool, _once
 from tests.helpers import Each, assert_equal, compiled, pretend_graphs, randn
 
 
@@ -24,7 +24,7 @@ class Captured:
 
 
 def test_what_was_not_used_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(cuda_graphs, "GRAPHS_KEPT", 2)
     pool = GraphPool(Stats())
     one, two, three = Captured(), Captured(), Captured()
     for graphed in (one, two, one, three):
@@ -58,26 +58,26 @@ class Moving:
 
 
 def test_graphs_of_a_few_places_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    moving = Moving(monkeypatch, graphs.PLACES + 1)
-    every = range(graphs.PLACES)
-    assert moving(*every) == graphs.PLACES
-    assert moving(*every, *reversed(every)) == graphs.PLACES
-    assert moving(graphs.PLACES) == graphs.PLACES + 1  # now the one that was not used for longest is gone
-    assert moving(*every[:-1]) == graphs.PLACES + 1
-    assert moving(graphs.PLACES - 1) == graphs.PLACES + 2
+    moving = Moving(monkeypatch, cuda_graphs.PLACES + 1)
+    every = range(cuda_graphs.PLACES)
+    assert moving(*every) == cuda_graphs.PLACES
+    assert moving(*every, *reversed(every)) == cuda_graphs.PLACES
+    assert moving(cuda_graphs.PLACES) == cuda_graphs.PLACES + 1  # now the one that was not used for longest is gone
+    assert moving(*every[:-1]) == cuda_graphs.PLACES + 1
+    assert moving(cuda_graphs.PLACES - 1) == cuda_graphs.PLACES + 2
 
 
 def test_captures_go_on_while_they_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = 2 * graphs.CAPTURES
+    many = 2 * cuda_graphs.CAPTURES
     moving = Moving(monkeypatch, many)
     for place in range(many):
-        assert moving(*[place] * graphs.USEFUL) == place + 1
+        assert moving(*[place] * cuda_graphs.USEFUL) == place + 1
     assert not moving.fast.stats.capture_failures
-    moving(*range(graphs.CAPTURES))
+    moving(*range(cuda_graphs.CAPTURES))
     assert not moving.fast.stats.capture_failures
     with pytest.warns(UserWarning, match="elsewhere in memory too often"):
         moving(many - 5)
-    assert moving.fast.stats.captures == many + graphs.CAPTURES and len(moving.fast.stats.capture_failures) == 1
+    assert moving.fast.stats.captures == many + cuda_graphs.CAPTURES and len(moving.fast.stats.capture_failures) == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 1), (1, 1)])
@@ -112,10 +112,10 @@ def test_results_share_memory_as_they_do_in_the_graph(copy: bool, monkeypatch: p
         of_input = torch.view_as_real(x)[2:], x[1:].conj(), x[:, 1]
         return made[1:, 2:], made.t()[3], complex, made[0:0], torch.ones(3).expand(2, 3), *of_input, 7
 
-    monkeypatch.setattr(graphs, "_record", lambda graph, function, args, stream, pool: function(args))
+    monkeypatch.setattr(cuda_graphs, "_record", lambda graph, function, args, stream, pool: function(args))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     one, other = (torch.complex(randn(9, 4), randn(4, 9).t())[i : i + 5] for i in (1, 3))
-    graph = graphs._Graph(function, [one], [0], [], None, None, [])  # type: ignore[arg-type]
+    graph = cuda_graphs._Graph(function, [one], [0], [], None, None, [])  # type: ignore[arg-type]
     expected, found = function([other]), graph.results([other], copy)
     assert_equal(found, expected)
     for results in (expected, found):
@@ -132,9 +132,9 @@ def test_a_result_that_comes_twice_is_one_tensor(monkeypatch: pytest.MonkeyPatch
         y = args[0] + 1
         return y, y
 
-    monkeypatch.setattr(graphs, "_record", lambda graph, function, args, stream, pool: function(args))
+    monkeypatch.setattr(cuda_graphs, "_record", lambda graph, function, args, stream, pool: function(args))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    graph = graphs._Graph(function, [randn(3)], [0], [], None, None, [])  # type: ignore[arg-type]
+    graph = cuda_graphs._Graph(function, [randn(3)], [0], [], None, None, [])  # type: ignore[arg-type]
     for copy in (False, True):
         one, other = graph.results([randn(3)], copy)
         assert one is other

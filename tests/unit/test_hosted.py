@@ -13,10 +13,10 @@ from torch import Tensor, fx
 
 import dynaflow as df
 from dynaflow import _torch, api
-from dynaflow.capture import declared
-from dynaflow.hosted import TOLD, Batch, Hosted, Kept, tell_rows, wrap
+from dynaflow.capture import op_registry
+from dynaflow.serving.host import TOLD, Batch, Hosted, Kept, tell_rows, wrap
+from dynaflow.serving.scheduler import Serving, serving
 from dynaflow.strategies.auto import Auto
-from dynaflow.strategies.serving import Serving, serving
 from tests.helpers import Each, count_elastic
 
 MOST = 3
@@ -128,12 +128,12 @@ class Server:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    known = dict(declared._globs)
+    known = dict(op_registry._globs)
     System.numbers, System.batch = torch.zeros(0), None  # type: ignore[assignment]
     System.batch = Step(2, [1, 1])
     yield
-    declared._globs.clear()
-    declared._globs.update(known)
+    op_registry._globs.clear()
+    op_registry._globs.update(known)
 
 
 @pytest.mark.parametrize("operators", ["eager", "inductor"])
@@ -147,7 +147,7 @@ def test_operators_find_what_belongs_to_their_rows(operators: str) -> None:
     (hosted,) = server.hosted
     assert hosted in Hosted.alive
     assert hosted.stats.runs == 5 and len(hosted.plans) >= 3
-    assert any(name.startswith(TOLD) for name in declared._globs)
+    assert any(name.startswith(TOLD) for name in op_registry._globs)
 
 
 def beside(x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def test_what_can_not_be_kept_runs_all_the_same(tmp_path: Path, monkeypatch: pyt
     def refuse(gm: fx.GraphModule) -> bytes:
         raise ValueError("it can't be written")
 
-    monkeypatch.setattr("dynaflow.hosted.written", refuse)
+    monkeypatch.setattr("dynaflow.serving.host.written", refuse)
     server = Server(serving(Each(split=2), MOST))
     with pytest.raises(ValueError, match="it can't be written"):
         server.keep(tmp_path / "kept")

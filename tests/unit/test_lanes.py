@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import dynaflow as df
+from dynaflow.core.plan import Lane
 from dynaflow.lower.codegen import generate
-from dynaflow.lower.operators import Operators
+from dynaflow.lower.compile_ops import Operators
 from dynaflow.lower.program import make_program
-from dynaflow.run.partitions import CtypesDriver, _Resource, carve
+from dynaflow.runtime.sm_partitions import CtypesDriver, _Resource, carve
 from dynaflow.schedule.check import check
-from dynaflow.schedule.plan import Lane
 from tests.helpers import STACK_RULES, Scheduler, Stack, compiled, graph_of, randn, run_rest
 
 X = randn(6, 8)

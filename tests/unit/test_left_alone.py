@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 import dynaflow as df
 from dynaflow import _torch
-from dynaflow.capture import declared
-from dynaflow.capture.declared import leaves_some_alone
-from dynaflow.lower.left_alone import in_turn, pieces_of
+from dynaflow.capture import op_registry
+from dynaflow.capture.op_registry import leaves_some_alone
+from dynaflow.lower.opaque_ops import in_turn, pieces_of
 from tests.helpers import Pinned
 
 SEEN: list[bool] = []
@@ -37,12 +37,12 @@ def _(out: Tensor, x: Tensor, y: Tensor) -> None:
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     SEEN.clear()
-    declared.left_alone("dynaflow_tests::look_outside")
+    op_registry.left_alone("dynaflow_tests::look_outside")
     with torch.no_grad():
         yield
-    declared._left_alone -= {"dynaflow_tests::look_outside", "dynaflow_tests::look_and_return"}
-    declared._capturable.discard("dynaflow_tests::look_and_return")
-    declared._globs.pop("dynaflow_tests::look_outside", None)
+    op_registry._left_alone -= {"dynaflow_tests::look_outside", "dynaflow_tests::look_and_return"}
+    op_registry._capturable.discard("dynaflow_tests::look_and_return")
+    op_registry._globs.pop("dynaflow_tests::look_outside", None)
 
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def test_micro_batches_are_compiled_in_pieces_too() -> None:
                 for op in ops:
                     ctx.execute(op)
 
-    declared.by_rows("dynaflow_tests::look_outside")
+    op_registry.by_rows("dynaflow_tests::look_outside")
     given = weights(3)
     fast = df.compile(model, Halves(), batch_dims={"x": 0}, verify=True)
     for rows in (6, 7):
@@ -156,7 +156,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def test_pieces_that_read_new_memory_are_not_captured() -> None:
-    declared.left_alone("dynaflow_tests::look_and_return")
+    op_registry.left_alone("dynaflow_tests::look_and_return")
 
     def between(x: Tensor) -> Tensor:
         return look_and_return(x + 1) * 2
@@ -169,7 +169,7 @@ def test_pieces_that_read_new_memory_are_not_captured() -> None:
 
 
 def test_what_may_be_captured_is_captured_with_the_code_around_it() -> None:
-    declared.left_alone("dynaflow_tests::look_and_return", capturable=True)
+    op_registry.left_alone("dynaflow_tests::look_and_return", capturable=True)
 
     def experts(x: Tensor, weights: list[Tensor]) -> Tensor:
         for weight in weights:
@@ -195,7 +195,7 @@ def test_pieces_of_micro_batches_are_not_captured() -> None:
             while ops := ctx.get_ready_ops():
                 ctx.execute(ops[0])
 
-    declared.by_rows("dynaflow_tests::look_outside")
+    op_registry.by_rows("dynaflow_tests::look_outside")
     given, pinned = weights(3), Pinned()
     fast = df.compile(model, Parted(), batch_dims={"x": 0})
     fast._engine.operators.captured = pinned

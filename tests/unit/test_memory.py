@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.capture.graph import is_dense, span
+from dynaflow.core.memory_layout import is_dense, span
+from dynaflow.core.plan import happens_before
 from dynaflow.lower.memory import ALIGNMENT, Buffer, plan_arena
-from dynaflow.run.arena import Arena, BlockPool, View
-from dynaflow.schedule.plan import happens_before
+from dynaflow.runtime.arena import Arena, BlockPool, View
 from tests.helpers import Each, Scheduler, assert_equal, compiled, graph_of, randn, run_rest
 
 X = randn(6, 5, 8)

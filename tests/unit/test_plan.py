@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.lower.codegen import generate
-from dynaflow.lower.operators import Operators
+from dynaflow.lower.compile_ops import Operators
 from dynaflow.lower.program import make_program
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, compiled, graph_of, run_rest
 
@@ -470,7 +470,7 @@ def test_check_whole_operator_waits_for_all_parts() -> None:
 
 def test_check_runs_by_default_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("dynaflow.engine.check", lambda *args: calls.append(args))
+    monkeypatch.setattr("dynaflow.engine.engine.check", lambda *args: calls.append(args))
     compiled(Stack())(X)
     assert len(calls) == 1
     compiled(Stack(), check=False)(X)

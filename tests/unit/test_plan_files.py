@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dynaflow as df
-from dynaflow.view.makers import of_plan
+from dynaflow.observe.timelines import of_plan
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, graph_of, randn, run_rest
 
 X = randn(6, 8)

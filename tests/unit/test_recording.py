@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow import recording as recordings
+from dynaflow.engine import recorder
 from dynaflow.lower import lower
 from dynaflow.lower.codegen import event_count, generate
-from dynaflow.lower.marks import make_marks
 from dynaflow.lower.segments import make_segments
-from dynaflow.view.document import Document
-from dynaflow.view.files import of_trace, read
-from dynaflow.view.page import page
+from dynaflow.lower.timing import make_marks
+from dynaflow.observe import recording as recordings
+from dynaflow.observe.document import Document
+from dynaflow.observe.files import of_trace, read
+from dynaflow.observe.page import page
 from tests.helpers import STACK_RULES, Each, Stack, compiled, pretend_graphs, randn
 from tests.unit.test_elastic import CUTS, Stretching
 from tests.zoo import ZOO
@@ -82,7 +83,7 @@ def test_off_runs_the_very_same_function(line: Any) -> None:
     with torch.no_grad():
         with df.record() as recording:
             torch.testing.assert_close(fast(x), model(x))
-        assert recordings.now is None and len(recording.calls) == 1
+        assert recorder.now is None and len(recording.calls) == 1
         torch.testing.assert_close(fast(x), model(x))
     (lowered,) = plans_of(fast)
     after = (lowered, lowered.run, lowered.code, lowered.code.run, lowered.code.run.__code__)
@@ -187,7 +188,7 @@ def test_an_error_leaves_all_as_before(line: Any) -> None:
         with pytest.raises(ZeroDivisionError), df.record() as recording:
             fast(x)
             raise ZeroDivisionError
-        assert recordings.now is None and len(recording.calls) == 1
+        assert recorder.now is None and len(recording.calls) == 1
         with df.record() as again:
             torch.testing.assert_close(fast(x), model(x))
         assert len(again.calls) == 1
@@ -598,7 +599,7 @@ def test_a_report_hears_nothing_of_other_models(line: Any) -> None:
     fast = compiled(Line(), Lanes(), on_task=lambda task, moment: other(x))
     with torch.no_grad():
         report = fast.report(x)
-    assert report.title == "Line: batch of 6 as [3, 3]" and recordings.now is None
+    assert report.title == "Line: batch of 6 as [3, 3]" and recorder.now is None
 
 
 def test_calls_in_a_row_compute_the_same(line: Any) -> None:

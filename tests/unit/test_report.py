@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dynaflow.schedule.plan import Lane
-from dynaflow.view.document import Document, TimedTask
-from dynaflow.view.page import page
-from dynaflow.view.report import (
+from dynaflow.core.plan import Lane
+from dynaflow.observe.document import Document, TimedTask
+from dynaflow.observe.page import page
+from dynaflow.observe.report import (
     ADVICE,
     CONTENTION,
     CUTS,

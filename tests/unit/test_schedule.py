@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow import engine
+from dynaflow.engine import engine
 from tests.helpers import (
     STACK_RULES,
     Each,
@@ -663,7 +663,7 @@ def test_items_of_another_context_are_refused() -> None:
 
 
 def test_a_bounded_number_of_plans_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynaflow.engine.PLANS_KEPT", 2)
+    monkeypatch.setattr("dynaflow.engine.engine.PLANS_KEPT", 2)
     scheduler = Each(STACK_RULES)
     fast = compiled(Stack(), scheduler)
     for batch in (4, 5, 6, 6, 5, 4):

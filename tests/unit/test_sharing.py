@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.capture.sharing import Place, Sharing, _meets_other_rows, overlap, overlaps_itself
+from dynaflow.capture.batch_analysis.input_aliasing import Place, Sharing, _meets_other_rows, overlap
+from dynaflow.core.memory_layout import overlaps_itself
 from tests.helpers import Each, Scheduler, assert_equal, compiled, randn, uneven
 
 

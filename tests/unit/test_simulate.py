@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.cli.plan_for_device import in_sequence
+from dynaflow.core.device import B200, DEVICES, H200, Device, device_for, device_named, planned_for
+from dynaflow.core.plan import Item, Lane, MicroBatch, Plan, Task
+from dynaflow.cost.costs import RESOURCES, Costs, Phase, operator_key
+from dynaflow.cost.simulate import simulate
+from dynaflow.cost.simulation import Simulation
 from dynaflow.errors import DynaFlowError, PlanError
-from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
-from dynaflow.tune.cost import RESOURCES, Costs, Phase, operator_key
-from dynaflow.tune.device import B200, DEVICES, H200, Device, device_for, device_named, planned_for
-from dynaflow.tune.shapes import in_sequence
-from dynaflow.tune.simulate import simulate
-from dynaflow.tune.simulation import Simulation
 from tests.helpers import STACK_RULES, Each, Stack, compiled, graph_of
 
 FREE = replace(H200, host_call=0.0, host_task=0.0, host_kernel=0.0, graph_launch=0.0, wait=0.0)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from dynaflow import store
-from dynaflow.store import Store
+from dynaflow.core import disk_cache
+from dynaflow.core.disk_cache import Store
 
 KEY, TEXT = "key \n\u00e9 \U0001f600 \ud800", '{"plan": "\u00fc\\n \ud83d\ude00"}'
 
@@ -28,7 +28,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting from outside, and no warning given yet."""
     for name in ("DYNAFLOW_CACHE", "DYNAFLOW_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(store, "_failures", itertools.count())
+    monkeypatch.setattr(disk_cache, "_failures", itertools.count())
 
 
 def files(root: Path) -> list[Path]:
@@ -65,15 +65,15 @@ def test_kinds_are_apart(tmp_path: Path) -> None:
 def test_the_folder_is_read_at_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Store("plans")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert store.default_root() == tmp_path / "home/.cache/dynaflow"
+    assert disk_cache.default_root() == tmp_path / "home/.cache/dynaflow"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    assert store.default_root() == tmp_path / "home/.cache/dynaflow"
+    assert disk_cache.default_root() == tmp_path / "home/.cache/dynaflow"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert store.default_root() == tmp_path / "xdg/dynaflow"
+    assert disk_cache.default_root() == tmp_path / "xdg/dynaflow"
     kept.put(KEY, TEXT)
     assert files(tmp_path)[0].parent == tmp_path / "xdg/dynaflow/plans"
     monkeypatch.setenv("DYNAFLOW_CACHE_DIR", "~/own")
-    assert store.default_root() == tmp_path / "home/own"
+    assert disk_cache.default_root() == tmp_path / "home/own"
     assert kept.get(KEY) is None
 
 
@@ -215,8 +215,8 @@ def age(root: Path, key: str, seconds: int) -> None:
 
 
 def test_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MAX_FILES", 10)
-    monkeypatch.setattr(store, "TRIM_EVERY", 8)
+    monkeypatch.setattr(disk_cache, "MAX_FILES", 10)
+    monkeypatch.setattr(disk_cache, "TRIM_EVERY", 8)
     kept = Store("plans", tmp_path)
     for i in range(100):
         kept.put(str(i), TEXT)
@@ -227,8 +227,8 @@ def test_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_files_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MAX_BYTES", 5000)
-    monkeypatch.setattr(store, "TRIM_EVERY", 1)
+    monkeypatch.setattr(disk_cache, "MAX_BYTES", 5000)
+    monkeypatch.setattr(disk_cache, "TRIM_EVERY", 1)
     kept = Store("plans", tmp_path)
     for i in range(10):
         kept.put(str(i), "x" * 1000)
@@ -254,12 +254,12 @@ def test_leftovers_go_and_others_stay(tmp_path: Path) -> None:
 WORKER = textwrap.dedent("""
     import importlib.util, random, sys, threading
 
-    spec = importlib.util.spec_from_file_location("store", sys.argv[1])
-    store = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(store)
+    spec = importlib.util.spec_from_file_location("disk_cache", sys.argv[1])
+    disk_cache = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(disk_cache)
     assert "torch" not in sys.modules
-    store.MAX_FILES, store.TRIM_EVERY = 6, 3
-    kept, bad, found = store.Store("plans", __import__("pathlib").Path(sys.argv[2])), [], []
+    disk_cache.MAX_FILES, disk_cache.TRIM_EVERY = 6, 3
+    kept, bad, found = disk_cache.Store("plans", __import__("pathlib").Path(sys.argv[2])), [], []
 
     def work(seed):
         chance = random.Random(seed)
@@ -274,13 +274,13 @@ WORKER = textwrap.dedent("""
     threads = [threading.Thread(target=work, args=(int(sys.argv[3]) * 10 + i,)) for i in range(3)]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    print(len(bad), sum(found) > 100, next(store._failures))
+    print(len(bad), sum(found) > 100, next(disk_cache._failures))
 """)
 
 
 def test_processes_and_threads_at_once(tmp_path: Path) -> None:
     """All write, read and trim the same few keys: what is found is always whole, and nothing goes wrong."""
-    command = [sys.executable, "-c", WORKER, str(store.__file__), str(tmp_path)]
+    command = [sys.executable, "-c", WORKER, str(disk_cache.__file__), str(tmp_path)]
     workers = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(4)]
     assert [w.communicate(timeout=120)[0].split() for w in workers] == [["0", "True", "0"]] * 4
     assert not list(tmp_path.rglob("*.tmp"))
@@ -288,7 +288,7 @@ def test_processes_and_threads_at_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_writer(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER.replace("150", "10**9"), str(store.__file__), str(tmp_path), "0"]
+    command = [sys.executable, "-c", WORKER.replace("150", "10**9"), str(disk_cache.__file__), str(tmp_path), "0"]
     worker = subprocess.Popen(command)
     kept = Store("plans", tmp_path)
     while not files(tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import dynaflow as df
-from dynaflow.lower.lower import Lowered
+from dynaflow.lower.executable import Lowered
 from tests.helpers import Each, compiled
 from tests.unit.test_training import assert_same, gradients
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow import store
 from dynaflow.cli.doctor import _cache
-from dynaflow.hosted import Kept
-from dynaflow.store import Store
+from dynaflow.core import disk_cache
+from dynaflow.core.disk_cache import Store
+from dynaflow.serving.host import Kept
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, randn, run_both
 from tests.unit.test_kept import Halves, Model, run
 
@@ -43,7 +43,7 @@ def text() -> str:
 @pytest.mark.parametrize(
     "name",
     ["os:system", "builtins:eval", "torch:relu", "subprocess:check_output", "trap:function", "", ":", "os", "#2",
-     "dynaflow.store:default_root", "tests.unit.test_trust:edited"],
+     "dynaflow.core.disk_cache:default_root", "tests.unit.test_trust:edited"],
 )  # fmt: skip
 def test_a_plan_calls_no_function_that_nobody_gave_it(name: str, text: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "trap.py").write_text("raise SystemExit('imported')")
@@ -99,7 +99,7 @@ def test_functions_of_a_wrong_kind(functions: Any, text: str) -> None:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DYNAFLOW_CACHE", "1")
     monkeypatch.setenv("DYNAFLOW_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "_failures", itertools.count())
+    monkeypatch.setattr(disk_cache, "_failures", itertools.count())
     return tmp_path / "cache"
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.engine.snapshot import Snapshot
 from dynaflow.tune.decision import Decision, Tried
-from dynaflow.tune.measure import Snapshot, Timing, side_by_side, timings
-from dynaflow.tune.order import Piece, list_schedule, solve
+from dynaflow.tune.measure import Timing, side_by_side, timings
+from dynaflow.tune.solver import Piece, list_schedule, solve
 from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, graph_of, randn
 
 X = randn(6, 8)
@@ -191,7 +192,7 @@ def test_operators_are_timed_only_to_choose_what_is_measured(monkeypatch: pytest
 
 
 def _keys_of(store: Any) -> list[Any]:
-    from dynaflow.store import default_root
+    from dynaflow.core.disk_cache import default_root
 
     return list((default_root() / store.kind).iterdir())
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.lower.codegen import Code, event_count, generate
-from dynaflow.lower.operators import Operators
+from dynaflow.lower.compile_ops import Operators
+from dynaflow.lower.fuse_tasks import Unit, make_units
 from dynaflow.lower.program import make_program
 from dynaflow.lower.segments import Segment, make_segments
 from dynaflow.lower.steps import Program, Step
-from dynaflow.lower.units import Unit, make_units
-from dynaflow.run.arena import Arena, BlockPool
+from dynaflow.runtime.arena import Arena, BlockPool
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, graph_of, randn, run_rest
 
 X = randn(6, 8)

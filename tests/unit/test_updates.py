@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow import updates
+from dynaflow.capture import optimizer_ops
 from dynaflow.schedule.check import check
 from dynaflow.strategies import OptimizerBeside
 from tests.helpers import STACK_RULES, Each, Stack, compiled
@@ -31,7 +31,7 @@ def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
-STEP = updates.Update.step
+STEP = optimizer_ops.Update.step
 
 
 class Beside:
@@ -61,7 +61,7 @@ class Beside:
                 twins[name_of[id(parameter)]].grad = gradient.clone()
             STEP(update, weights, gradients)
 
-        monkeypatch.setattr(updates.Update, "step", step)
+        monkeypatch.setattr(optimizer_ops.Update, "step", step)
 
     def step(self, **inputs: Any) -> float:
         """Both make one, and are the same after it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.verify import difference
+from dynaflow.engine.verify import difference
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, randn, run_rest
 
 X = randn(6, 8)

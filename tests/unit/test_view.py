@@ -19,17 +19,17 @@ from typer.testing import CliRunner
 
 import dynaflow as df
 from dynaflow.cli import app, main
-from dynaflow.schedule.plan import Item, Lane, MicroBatch, Plan, Task
-from dynaflow.tune.cost import Costs
-from dynaflow.tune.device import H200
-from dynaflow.tune.shapes import in_sequence
-from dynaflow.tune.simulate import simulate
-from dynaflow.view.document import Counter, Document, TimedTask
-from dynaflow.view.files import of_trace, read
-from dynaflow.view.makers import of_plan, of_simulation, of_spans
-from dynaflow.view.page import baselines, levels, page, scales
-from dynaflow.view.summary import AFTER, BEFORE, BETWEEN, summarize
-from dynaflow.view.text import draw
+from dynaflow.cli.plan_for_device import in_sequence
+from dynaflow.core.device import H200
+from dynaflow.core.plan import Item, Lane, MicroBatch, Plan, Task
+from dynaflow.core.plan_text import draw
+from dynaflow.cost.costs import Costs
+from dynaflow.cost.simulate import simulate
+from dynaflow.observe.document import Counter, Document, TimedTask
+from dynaflow.observe.files import of_trace, read
+from dynaflow.observe.page import baselines, levels, page, scales
+from dynaflow.observe.summary import AFTER, BEFORE, BETWEEN, summarize
+from dynaflow.observe.timelines import of_plan, of_simulation, of_spans
 from tests.helpers import STACK_RULES, Each, Stack, compiled, graph_of
 
 

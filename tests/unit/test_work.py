@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow import _torch
-from dynaflow.capture import work as work_module
-from dynaflow.capture.kernels import Kernel, Recorder, describe
-from dynaflow.capture.ops import OpGraph
-from dynaflow.capture.work import Work, operator_key, work_of
+from dynaflow.cost import work as work_module
+from dynaflow.cost.kernels import Kernel, Recorder, describe
+from dynaflow.cost.work import Work, operator_key, work_of
+from dynaflow.partition.op_graph import OpGraph
 from tests.helpers import STACK_RULES, Each, Stack, compiled, graph_of
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 
 import dynaflow as df
 from dynaflow import api
-from dynaflow.capture.graph import CapturedGraph, copied
-from dynaflow.capture.rules import module_calls, module_stack, source_line
-from dynaflow.capture.written import TOLD, given, is_given, read, written
+from dynaflow.capture.captured_graph import CapturedGraph, copied
+from dynaflow.capture.node_info import module_calls, module_stack, source_line
+from dynaflow.capture.serialize import TOLD, given, is_given, read, written
 from dynaflow.schedule.identity import graph_identity
 from tests.helpers import Each, Stack, randn
 

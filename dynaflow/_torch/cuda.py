@@ -1,0 +1,26 @@
+"""CUDA streams, events and memory pools."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+
+def timing_event() -> Any:
+    """An event without the Python that torch.cuda.Event puts around each method. Seen on 2.11."""
+    return torch._C._CudaEventBase(enable_timing=True)
+
+
+def set_stream(stream: Any) -> None:
+    """Makes `stream` current: what torch.cuda.set_stream does, less its checks."""
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
+def leave_pool(device: torch.device, pool: Any) -> None:
+    """After a capture that failed: CUDAGraph.capture_end raises before it lets go of the memory pool."""
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)

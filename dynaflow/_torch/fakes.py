@@ -1,0 +1,73 @@
+"""Fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+
+@contextlib.contextmanager
+def concrete_fake_mode() -> Iterator[Any]:
+    """Fake tensors with concrete sizes: shapes, strides and aliasing of a run, without the run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with without_logs_of_fakes(), mode:  # the sizes are not the user's
+        yield mode
+
+
+@contextlib.contextmanager
+def without_logs_of_fakes() -> Iterator[None]:
+    """Silences the errors that torch logs when a call fails on fake tensors, in this thread only."""
+    log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+    quiet = lambda record: record.thread != thread  # noqa: E731
+    log.addFilter(quiet)
+    try:
+        yield
+    finally:
+        log.removeFilter(quiet)
+
+
+def is_fake(value: Any) -> bool:
+    """A tensor that has nothing but a shape."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(value) is FakeTensor
+
+
+def is_plain_fake(value: Any) -> bool:
+    """A fake tensor of which shape, type and device are all there is: no symbols, no known content, no bits set."""
+    return (
+        is_fake(value)
+        and value.constant is None
+        and value.layout is torch.strided
+        and not (value._has_symbolic_sizes_strides or value.requires_grad or value.is_conj() or value.is_neg())
+    )
+
+
+def fake_again(
+    mode: Any,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    over: torch.Tensor | None,
+) -> torch.Tensor:
+    """A fake tensor that looks so, in the memory of another or in its own: without asking an operator, a tenth of the
+    time. Seen on 2.11 and 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._mode_utils import no_dispatch
+
+    with no_dispatch():
+        if over is None:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(over.untyped_storage(), offset, size, stride)
+        return cast("torch.Tensor", FakeTensor(mode, meta, device))

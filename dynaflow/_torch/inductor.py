@@ -1,0 +1,393 @@
+"""Inductor, over one graph at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from dynaflow._torch import nodes
+from dynaflow._torch.nodes import looked_at
+from dynaflow._torch.symbols import Symbols
+from dynaflow._torch.versions import TORCH, Boxed
+from dynaflow.core import forks
+
+
+def warm_compiler() -> None:
+    """Starts the processes in which Inductor compiles kernels, if it will use any. They take seconds to come up."""
+    from torch._inductor import async_compile
+
+    warm = getattr(async_compile, "maybe_warm_pool", None)
+    if warm is not None and torch.cuda.is_available():
+        warm()
+        async_compile.AsyncCompile.use_process_pool()  # asks them to tell when they are ready
+
+
+_replacing = forks.rlock()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """For a while, `function` is called in place of a function of torch's, which it gets as its first argument.
+
+    That function is the process's own: so one thread at a time replaces any, and the others go on calling it.
+    """
+    mine = threading.get_ident()
+    with _replacing:
+        usual = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return function(usual, *args, **kwargs) if threading.get_ident() == mine else usual(*args, **kwargs)
+
+        setattr(owner, name, called)
+        try:
+            yield
+        finally:
+            setattr(owner, name, usual)
+
+
+class Kernels:
+    """Kernels that Inductor's processes are still compiling, for several graphs at once.
+
+    Inductor waits for the kernels of each graph before it returns. Those of the next graph could be on their way
+    meanwhile: so inside `later` that wait is put off, until `wait`, which must come before any of the graphs is called.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Callable[[], None], Callable[[Exception], Any]]] = []
+
+    def later(self, failed: Callable[[Exception], Any]) -> contextlib.AbstractContextManager[None]:
+        """`failed`: called in `wait`, if a kernel can't be compiled that is asked for in this context."""
+        from torch._inductor.async_compile import AsyncCompile
+
+        def put_off(usual: Callable[..., None], *args: Any) -> None:
+            self._waiting.append((lambda: usual(*args), failed))
+
+        return replaced(AsyncCompile, "wait", put_off)
+
+    def wait(self) -> bool:
+        """Whether all of them were compiled."""
+        good = True
+        while self._waiting:
+            wait, failed = self._waiting.pop(0)
+            try:
+                wait()
+            except Exception as e:
+                good = False
+                failed(e)
+        return good
+
+
+def no_cpp_compiler() -> str:
+    """Why Inductor can't compile for the host; empty if it has a C++ compiler. Seen on 2.11 and 2.13."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as e:  # InvalidCxxCompiler; or what the system says to a CXX that can't be run
+        return reason(e)
+    return ""
+
+
+def is_compilers(error: BaseException) -> bool:
+    """Whether a compiler is at fault, and not what was compiled: when it is asked for a kernel as late as in a call, or
+    its code finds that it was made for something else. Seen on 2.11 and 2.13."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if type(error).__module__.startswith(("torch._inductor", "torch._dynamo.exc", "triton")):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "") for frame in frames]
+    if any(name.startswith(_COMPILING) for name in modules):
+        return True
+    return isinstance(error, AssertionError) and frames[-1].f_code.co_filename.startswith(cache_dir())
+
+
+_COMPILING = ("triton.", "torch._inductor.async_compile", "torch._inductor.codecache", "torch._inductor.cpp_builder")
+
+
+def reason(error: BaseException) -> str:
+    """In a line, what compilers say in a hundred."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])
+    return f"{type(error).__name__}: {told}"[:300]
+
+
+def compile_operator(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    symbols: Symbols,
+    *,
+    still: frozenset[int],
+    direct: bool,
+    failed: Callable[[Exception, fx.GraphModule], Boxed],
+) -> Boxed:
+    """Inductor over a graph; the callable takes the graph's inputs in a list, which it empties, and returns a list.
+
+    `still`: inputs that stay where they are in memory, aligned as kernels like it: else each call looks at all.
+    `direct`: all results are tensors; then the compiled code is called without AOTAutograd's wrapper around it wherever
+    that has nothing to do, which takes half as long.
+    `failed`: gives what runs in place of the backward pass of a graph with gradients, if that can't be compiled, which
+    shows late.
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    _say_where_kernels_are_kept(inputs)
+    context = TracingContext(symbols.mode)
+    made = []
+
+    def inner(graph: Any, given: Sequence[Any], **options: Any) -> Any:
+        if len(given) == len(inputs):  # else some were left out, or put together
+            options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *still})
+        shaped = TORCH >= (2, 13) or keep_sums_in_shape(graph)
+        with torch._inductor.config.patch({} if shaped else {"triton.mix_order_reduction": False}):
+            try:
+                made.append((compile_fx_inner(graph, given, **options), len(given)))
+            except Exception as e:
+                if not options.get("is_backward"):
+                    raise
+                return _boxed(failed(e, graph))
+        return made[-1][0]
+
+    # A hit in AOTAutograd's cache would hand out the wrapper alone. Inductor's own cache stays in use.
+    cache = torch._functorch.config.enable_autograd_cache and not direct
+    caching = torch._functorch.config.patch(enable_autograd_cache=cache)
+    apart = torch._inductor.config.patch(results_kept_apart())
+    with tracing(context), caching, apart, _hosts_alignment_is_nothing(inputs):
+        wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
+    found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
+    call = getattr(found, "current_callable", None)
+    if call is None or not _wrapper_is_idle(context.fw_metadata, len(inputs)):
+        return _taking_a_list(wrapped, gm)
+    written = [i for i, info in enumerate(context.fw_metadata.input_info) if info.mutates_data]  # type: ignore[union-attr]
+    if not written:
+        return cast("Boxed", call)
+
+    def call_and_tell(args: list[Any]) -> Any:
+        changed = [args[i] for i in written]
+        results = call(args)
+        for tensor in changed:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        return results
+
+    return call_and_tell
+
+
+def results_kept_apart() -> dict[str, Any]:
+    """Settings by which results of a graph share no memory with an input, or with one another, that they don't share it
+    with as traced: Inductor returns `x` for `x * torch.ones(4)`. Nor does `as_strided` look at an input in the place of
+    what it looked at. Seen on 2.11 and 2.13."""
+    import torch._inductor.config as config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    key, write, stride = "dynaflow: results", torch.ops.aten.copy_.default, torch.ops.aten.as_strided.default
+
+    class Pass(CustomGraphPass):
+        def __init__(self, users: Any, own: Callable[[fx.Graph], None]) -> None:
+            self._users, self._own = users, own
+
+        def __call__(self, graph: fx.Graph) -> None:
+            if self._users is not None:
+                self._users(graph)
+            self._own(graph)
+
+        def uuid(self) -> Any:
+            """Of what torch's caches keep: not what another version of this file has made."""
+            own = get_hash_for_files((__file__, nodes.__file__))
+            if self._users is None:
+                return own
+            users = self._users.uuid() if isinstance(self._users, CustomGraphPass) else None
+            return (own, users) if users is not None else None
+
+    def note(graph: fx.Graph) -> None:
+        (output,) = graph.find_nodes(op="output")
+        if isinstance(output.args[0], fx.Node):  # a graph within another
+            return
+        output.meta[key] = [looked_at(node) for node in output.args[0]]
+        for node in graph.find_nodes(op="call_function", target=write):
+            node.meta[key] = looked_at(node.args[1])
+        for node in graph.find_nodes(op="call_function", target=stride):
+            node.meta[key] = looked_at(node.args[0])
+
+    def copy(graph: fx.Graph) -> None:
+        (output,) = graph.find_nodes(op="output")
+        if key not in output.meta:
+            return
+        before, known, results = output.meta.pop(key), dict[fx.Node, fx.Node](), list(output.args[0])
+        copies: dict[fx.Node, fx.Node] = {}
+        """By what was looked at before: a copy of what took its place. All that looked at it share one, as AOTAutograd
+        has results that share memory start where they start in it."""
+
+        def copy_of(own: fx.Node, base: fx.Node) -> fx.Node:
+            if own not in copies:
+                first = next(node for node in graph.nodes if node.op != "placeholder")
+                place = graph.inserting_before(first) if base.op == "placeholder" else graph.inserting_after(base)
+                with place:
+                    copies[own] = copied(graph, base, torch.ops.aten.clone.default)
+            return copies[own]
+
+        for node in graph.find_nodes(op="call_function", target=stride):
+            base = looked_at(node.args[0])
+            own = node.meta.pop(key, base)
+            if own is not base and base.op == "placeholder":  # which may start anywhere in memory
+                node.args = (copy_of(own, base), *node.args[1:])
+        given = [node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")]
+        gradients = given.count(False) if any(given) else 0  # which may share memory: there is one for each input
+        for i, node in enumerate(results[: len(before) - gradients]):
+            if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            base = looked_at(node)
+            own = base if base.op == "placeholder" else known.setdefault(base, before[i])
+            if own is not before[i]:
+                with graph.inserting_before(output):
+                    results[i] = _same_view(graph, node, base, copy_of(before[i], base))
+        output.args = (type(output.args[0])(results),)
+        for node in graph.find_nodes(op="call_function", target=write):
+            base = looked_at(node.args[1])
+            if node.meta.pop(key, base) is not base and base.op == "placeholder":  # it may be written first
+                with graph.inserting_after(node.args[1]):
+                    made = copied(graph, node.args[1], torch.ops.dynaflow.copy.default)
+                node.args = (node.args[0], made, *node.args[2:])
+
+    def copied(graph: fx.Graph, node: fx.Node, function: OpOverload) -> fx.Node:
+        made = graph.call_function(function, (node,))
+        with node.meta["val"].fake_mode:
+            made.meta = {**node.meta, "val": node.meta["val"].clone()}
+        return made
+
+    passes = {"joint_custom_pre_pass": note, "joint_custom_post_pass": copy}
+    theirs = {name: getattr(config, name) for name in passes}
+    return {name: Pass(theirs[name], own) for name, own in passes.items() if not isinstance(theirs[name], list)}
+
+
+def _same_view(graph: fx.Graph, node: fx.Node, base: fx.Node, instead: fx.Node) -> fx.Node:
+    """What a view of `base` is of another tensor, of the same sizes and strides."""
+    if node is base:
+        return instead
+    if node.target is operator.getitem:  # one of several views
+        views = cast("fx.Node", node.args[0])
+        of = _same_view(graph, cast("fx.Node", views.args[0]), base, instead)
+        made = graph.node_copy(views, lambda n: of if n is views.args[0] else n)
+        return graph.node_copy(node, lambda n: made if n is views else n)
+    of = _same_view(graph, cast("fx.Node", node.args[0]), base, instead)
+    return graph.node_copy(node, lambda n: of if n is node.args[0] else n)
+
+
+def _say_where_kernels_are_kept(inputs: Sequence[Any]) -> None:
+    """Triton keeps the kernels of a process in one folder, others' than Inductor's too, and finds them there again.
+
+    Inductor (2.11, 2.13) names it when it makes its first kernel, but not when it has found all in its own cache: then
+    the others would be looked for in Triton's usual folder, and compiled anew.
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    devices = [i.device for i in inputs if isinstance(i, torch.Tensor) and i.device.type == "cuda"]
+    if devices:
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(devices[0].index or 0))
+
+
+def _hosts_alignment_is_nothing(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """An operator that is given a tensor on the host does not make what is behind it slower.
+
+    Inductor (2.11, 2.13) takes no tensor on the host for aligned, nor what an operator makes of one that is not: so
+    kernels would read its results on the device element by element.
+    """
+    from torch._inductor import graph
+
+    if all(i.device.type == "cpu" for i in inputs if isinstance(i, torch.Tensor)):
+        return contextlib.nullcontext()
+    aligned = lambda usual, example: example.device.type == "cpu" or usual(example)  # noqa: E731
+    return replaced(graph, "should_assume_input_aligned", aligned)
+
+
+def inductor_settings(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """In this context, Inductor is configured so."""
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(dict(settings))
+
+
+def keep_sums_in_shape(gm: fx.GraphModule) -> bool:
+    """Before 2.13, where Inductor reads a tensor once for its sums over rows and over columns (mix_order_reduction), it
+    returns sums in one dimension that have more. Views of them come out right, so dimensions that a sum keeps are added
+    behind it, in the graph. False if that does not help them all."""
+    aten = torch.ops.aten
+    sums = (aten.sum.dim_IntList, aten.prod.dim_int, aten.amax.default, aten.amin.default)
+    (output,) = gm.graph.find_nodes(op="output")
+    results = [node for node in output.all_input_nodes if node.target in sums and node.meta["val"].dim() > 1]
+    for node in results:
+        if node.args[2:3] == (True,):
+            value = node.meta["val"]
+            summed = [node.args[1]] if isinstance(node.args[1], int) else node.args[1]
+            dims = sorted(d % value.dim() for d in summed or range(value.dim()))
+            node.args, node.meta["val"] = (*node.args[:2], False, *node.args[3:]), value.squeeze(dims)
+            kept, users = node, tuple(node.users)
+            for d in dims:
+                with gm.graph.inserting_after(kept):
+                    inner, kept = kept, gm.graph.call_function(aten.unsqueeze.default, (kept, d))
+                kept.meta = {**node.meta, "val": inner.meta["val"].unsqueeze(d)}
+            for user in users:
+                user.replace_input_with(node, kept)
+    if results:
+        gm.recompile()
+    ends = [node.args[0] if node.target is aten.expand.default else node for node in output.all_input_nodes]
+    return not any(node.target in sums and node.meta["val"].dim() > 1 for node in ends)
+
+
+def _taking_a_list(wrapped: Any, gm: fx.GraphModule) -> Boxed:
+    """What AOTAutograd made, less the function around it, which would hold all arguments until the end.
+
+    That one is named `forward`, and adds the graph's own tensors to the arguments, if there are any.
+    """
+    call = wrapped
+    while getattr(call, "__name__", "") == "forward":
+        call = getattr(call, "__wrapped__", None)
+    own = [*gm.parameters(), *gm.buffers()]
+    if call not in (wrapped, None) and not own and not torch.is_grad_enabled():  # else autograd holds them in any case
+        return cast("Boxed", call)
+
+    def spread(args: list[Any]) -> Any:
+        given = tuple(args)
+        args.clear()
+        return wrapped(*given)
+
+    return spread
+
+
+def _boxed(call: Boxed) -> Boxed:
+    """As AOTAutograd knows those that take a list."""
+
+    def boxed(args: list[Any]) -> Any:
+        return call(args)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def _wrapper_is_idle(meta: Any, inputs: int) -> bool:
+    """Whether a compiled graph needs nothing done around it: no view to make again, no write to finish."""
+    return (
+        meta is not None
+        and len(meta.input_info) == inputs
+        and not torch.is_grad_enabled()
+        and not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        and not any(info.mutates_metadata or info.mutates_storage_metadata for info in meta.input_info)
+        and not meta.mutated_inp_runtime_indices
+        and all(info.output_type.name == "non_alias" for info in meta.output_info)
+        and not (meta.num_intermediate_bases or meta.tokens or meta.num_graphsafe_rng_states)
+        and all(type(m).__name__ == "PlainTensorMeta" for m in (meta.subclass_inp_meta or ()))
+    )

@@ -1,0 +1,106 @@
+"""Calls in captured graphs, and the operators that they call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from dynaflow._torch.versions import Boxed
+
+
+def overload_of(node: fx.Node) -> Any:
+    """The overload that a call of an operator by its packet's name comes to."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
+    try:
+        name = torch._C._jit_resolve_packet(node.target._qualified_op_name, *args, **kwargs)  # type: ignore[union-attr]
+    except RuntimeError:
+        return None
+    return getattr(node.target, name or "default")
+
+
+def packet_of(target: Any) -> Any:
+    """The operator that a call's target is an overload of; anything else as it is."""
+    return target.overloadpacket if isinstance(target, OpOverload) else target
+
+
+def is_view(schema: Any) -> bool:
+    aliases = [r.alias_info for r in schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def looked_through(node: fx.Node) -> Iterator[fx.Node]:
+    """A node of a traced graph, and what it is a view of, to the end."""
+    while True:
+        yield node
+        called: Any = node.args[0] if node.target is operator.getitem else node  # one of several views
+        if not (isinstance(called.target, OpOverload) and is_view(called.target._schema)):
+            return
+        node = called.args[0]
+
+
+def looked_at(node: Any) -> Any:
+    """What it is a view of in the end; itself, if it is none."""
+    return [*looked_through(node)][-1] if isinstance(node, fx.Node) else node
+
+
+def boxed_forward(gm: fx.GraphModule) -> Boxed:
+    """The graph's own function, uncompiled. Seen on 2.11 and 2.13."""
+    from torch.fx.graph import CodeGen
+
+    class FromAList(CodeGen):
+        def gen_fn_def(self, free_vars: list[str], *_: Any, **__: Any) -> str:
+            names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+            taken = f"    {', '.join(names)}, = box\n    box.clear()" if names else ""
+            return f"def forward(self, box):\n{taken}"
+
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(FromAList())
+    return cast("Boxed", fx.GraphModule(gm, graph).forward)
+
+
+def has_transforms(gm: fx.GraphModule) -> bool:
+    """Whether the graph enters and leaves levels of torch.func, whose tensors wrap others: no node
+    of it can be looked at by itself. Seen on 2.11 and 2.13."""
+    modules = ("torch._functorch.", "torch._C._functorch", "torch.autograd.forward_ad")
+    called = (getattr(n.target, "__module__", "") for n in gm.graph.nodes if n.op == "call_function")
+    return any(str(module).startswith(modules) for module in called)
+
+
+def opaque_type_name(kind: type) -> str:
+    """How schemas call a class of objects that graphs carry along unseen; they print all of them as PyObject."""
+    from torch._library.opaque_object import get_opaque_type_name
+
+    return get_opaque_type_name(kind)
+
+
+REGIONS: dict[Any, Any] = {
+    torch.amp.autocast_mode._enter_autocast: torch.amp.autocast_mode._exit_autocast,
+    torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
+}
+"""Region marks that Dynamo leaves in a graph: the function that opens a region, and the one that ends it."""
+
+SET_GRAD = torch._C._set_grad_enabled
+
+SUBGRAPHS: dict[Any, int] = {torch.ops.higher_order.invoke_subgraph: 2}
+CHECKPOINTS: dict[Any, int] = {torch.ops.higher_order.tag_activation_checkpoint: 1}
+"""Calls of a graph that do nothing else where no gradients are wanted, and where its arguments start among theirs."""
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+FLEX_ATTENTION_BACKWARD = torch.ops.higher_order.flex_attention_backward
+
+LINEAR = torch._C._nn.linear
+"""What torch.nn.functional.linear is in a captured graph."""
+
+
+def dtensor_method(node: fx.Node) -> str | None:
+    """The method of a DTensor that a node may call. A method call on 2.13; on 2.11 a function named prim_to_local."""
+    if node.op == "call_method":
+        return str(node.target)
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name.removeprefix("prim_") if name.startswith("prim_") else None

@@ -1,0 +1,85 @@
+"""Random numbers that one pass draws from a seed, and another draws again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from dynaflow._torch.inductor import compile_operator, reason
+from dynaflow._torch.nodes import boxed_forward
+from dynaflow._torch.symbols import Symbols
+from dynaflow._torch.versions import Boxed
+from dynaflow.errors import DynaFlowError
+
+
+def draw_by_seed(gm: fx.GraphModule) -> None:
+    """Makes a pass drawn up for Inductor fit to run as it is: torch's own stand-ins for Inductor's random numbers know
+    nothing of seeds, and what the backward pass draws again has to be what the forward pass drew."""
+    from torch._inductor import inductor_prims
+
+    for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.random):
+        node.target, node.kwargs = torch.ops.dynaflow.random.default, {}
+    for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.randint):
+        node.target = torch.ops.dynaflow.randint.default
+    gm.recompile()
+
+
+def with_own_draws(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph, fit to run as it is: what it draws by seeds is what compiled code draws by them, in another pass."""
+    if not draws_again(gm):
+        return gm
+    from torch._inductor import inductor_prims
+
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for prim, drawn in ((inductor_prims.random, _drawn_random), (inductor_prims.randint, _drawn_randint)):
+        for node in graph.find_nodes(op="call_function", target=prim):
+            node.target = drawn
+    return fx.GraphModule(gm, graph)
+
+
+def _drawn_random(size: Sequence[int], seed: torch.Tensor, mode: str, **more: Any) -> torch.Tensor:
+    call = _draw("random", (tuple(size), None, mode), tuple(more.items()), seed.device, seed.dtype)
+    return cast("torch.Tensor", call([seed])[0])
+
+
+def _drawn_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    call = _draw("randint", (low, high, tuple(size), None), (), seed.device, seed.dtype)
+    return cast("torch.Tensor", call([seed])[0])
+
+
+@functools.lru_cache(1024)
+def _draw(
+    name: str, args: tuple[Any, ...], more: tuple[tuple[str, Any], ...], device: torch.device, dtype: torch.dtype
+) -> Boxed:
+    """A draw compiled by itself; None stands for the seed."""
+    from torch._inductor import inductor_prims
+
+    graph, world = fx.Graph(), Symbols()
+    seed = graph.placeholder("seed")
+    given = tuple(seed if arg is None else list(arg) if isinstance(arg, tuple) else arg for arg in args)
+    graph.output((graph.call_function(getattr(inductor_prims, name), given, dict(more)),))
+    with world.mode:
+        example = torch.empty((), dtype=dtype, device=device)
+    try:
+        return compile_operator(
+            fx.GraphModule({}, graph), [example], world, still=frozenset(), direct=True,
+            failed=lambda e, graph: boxed_forward(graph),
+        )  # fmt: skip
+    except Exception as e:
+        raise DynaFlowError(
+            f"random numbers that another pass draws again can't be compiled: {reason(e)}",
+            advice='say operators="eager", under which no pass is compiled',
+        ) from e
+
+
+def draws_again(gm: fx.GraphModule) -> bool:
+    """Whether it makes random numbers of a seed that it is given, as Inductor does."""
+    from torch._inductor import inductor_prims
+
+    prims = (inductor_prims.random, inductor_prims.randint)
+    return any(gm.graph.find_nodes(op="call_function", target=prim) for prim in prims)

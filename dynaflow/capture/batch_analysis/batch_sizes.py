@@ -1,0 +1,157 @@
+"""Which numbers in a graph follow from the size of the batch, and which of them are a multiple of it.
+
+A number that follows from the batch's size is recomputed for each micro-batch. That is right where it is a size, and
+wrong where it is a value: `x / (B - 1)` means the whole batch. So every such number is known for what it is, whether
+the graph computes it or is given it: a backward pass gets `B - 1` as an input of its own.
+
+A multiple of the batch is a number that is `k * n` for every batch size `n`, whatever the other sizes are:
+`4 * B * T // 3` is one for `T = 3` alone. That is not read off one expression, which may be simplified by what holds
+for the whole batch alone: the number is computed for several sizes, by the calls that compute it for a micro-batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.batch_analysis.aten_calls import tensors_in
+
+_SAMPLES = (1, 2, 3, 5, 8, 13)
+"""Batch sizes for which numbers are computed, beside the probe's own."""
+
+Values = Mapping[sympy.Symbol, int]
+
+
+class _Sizes(NamedTuple):
+    """What all symbols stand for in one sample, in which the batch is `rows` of the `total` that it is in another."""
+
+    values: Values
+    rows: int
+    total: int
+    other: int
+
+
+def _sizes(spaces: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> Iterator[_Sizes]:
+    count = 0
+    for around in with_other_sizes(values, frozenset().union(*spaces)):
+        first = count
+        yield _Sizes(around, 1, 1, first)
+        for symbols, prime in zip(spaces, primes, strict=True):
+            for rows in _SAMPLES:
+                yield _Sizes({**around, **dict.fromkeys(symbols, rows)}, rows, 2 * prime, first)
+                count += 1
+        count += 1
+
+
+def with_other_sizes(values: Values, batch: frozenset[sympy.Symbol]) -> Iterator[Values]:
+    """The same batch, as it is and with other sizes beside it."""
+    yield values
+    if others := sorted((s for s in values if s not in batch), key=str):
+        for step in (1, 3):
+            yield {**values, **{s: values[s] + step + i for i, s in enumerate(others)}}
+
+
+class BatchNumbers:
+    """The numbers of one graph, visited node by node in the graph's order."""
+
+    def __init__(self, spaces: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> None:
+        self._spaces, self._primes = spaces, primes
+        self._sizes = [*_sizes(spaces, values, primes)]
+        self._at: dict[fx.Node, list[Any]] = {}
+        """The value of a number for each of `_sizes`; nothing where that can't be computed."""
+        self._follow: dict[fx.Node, frozenset[int]] = {}
+        self._multiples: dict[fx.Node, bool] = {}
+        self._fixed = set[fx.Node]()
+        """Those that a micro-batch finds as they are for the whole batch."""
+
+    def visit(self, node: fx.Node, value: Any, fixed: bool = False) -> None:
+        """Notes what the node's result, which is `value` in the probe, has to do with the batch. `fixed`: it is read
+        from a tensor, of a micro-batch as of the whole batch."""
+        if node.op == "output" or tensors_in(value):
+            return
+        if node.op == "placeholder" and isinstance(value, float):  # handed to every part as it is
+            return
+        found = frozenset(self._spaces_of(node, value))
+        if not found:
+            return
+        self._follow[node] = found
+        if fixed or not self._fixed.isdisjoint(node.all_input_nodes):
+            self._fixed.add(node)
+        self._at[node] = [self._sample(node, i) for i in range(len(self._sizes))]
+        self._multiples[node] = self._is_multiple(node, value)
+
+    def follows(self, node: fx.Node) -> frozenset[int]:
+        """The spaces of rows from whose size the node's number follows."""
+        return self._follow.get(node, frozenset())
+
+    def is_multiple(self, node: fx.Node) -> bool:
+        """Whether it is recomputed for a micro-batch, and is then as much less as that has fewer rows."""
+        return self._multiples[node] and node not in self._fixed
+
+    def _spaces_of(self, node: fx.Node, value: Any) -> Iterator[int]:
+        given = frozenset[int]()
+        if node.target is not operator.getitem:  # which takes one of several numbers
+            given = given.union(*(self.follows(a) for a in node.all_input_nodes))
+        symbols = {s for expr in _expressions(node) for s in expr.free_symbols}
+        for space, (own, prime) in enumerate(zip(self._spaces, self._primes, strict=True)):
+            if space in given or symbols & own or any(_divides(prime, n) for n in _numbers(value)):
+                yield space
+
+    def _sample(self, node: fx.Node, i: int) -> Any:
+        """The number for one of the batch sizes, by the same call; None if there is no telling."""
+        try:
+            if not any(a in self._at for a in node.all_input_nodes):  # a graph's input, or the size of a tensor
+                return self._given(node, i)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._given(a, i))
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:
+            return None
+
+    def _given(self, node: fx.Node, i: int) -> Any:
+        if node in self._at:
+            return self._at[node][i]
+        return _torch.tree_map(lambda leaf: evaluated(leaf, self._sizes[i].values), node.meta["example_value"])
+
+    def _is_multiple(self, node: fx.Node, value: Any) -> bool:
+        """Whether all numbers of the result that follow from the batch are multiples of it."""
+        found = [list(_numbers(sampled)) for sampled in self._at[node]]
+        if found[0] != list(_numbers(value)):
+            return False
+        for sizes, numbers in zip(self._sizes, found, strict=True):
+            if len(numbers) != len(found[sizes.other]):
+                return False
+            for part, whole in zip(numbers, found[sizes.other], strict=True):
+                if part != whole and part * sizes.total != whole * sizes.rows:
+                    return False
+        return True
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    return (n for n in _torch.tree_leaves(value) if isinstance(n, int | float))
+
+
+def _divides(prime: int, number: int | float) -> bool:
+    return isinstance(number, int) and number != 0 and number % prime == 0
+
+
+def _expressions(node: fx.Node) -> Iterator[sympy.Expr]:
+    for leaf in _torch.tree_leaves(node.meta.get("example_value")):
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            yield _torch.expression(leaf)
+
+
+def evaluated(leaf: Any, values: Values) -> Any:
+    """A symbolic number with the values put in."""
+    if not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return leaf
+    found = _torch.expression(leaf).xreplace({s: sympy.Integer(n) for s, n in values.items()})
+    kind = int if isinstance(leaf, torch.SymInt) else float if isinstance(leaf, torch.SymFloat) else bool
+    return kind(found)

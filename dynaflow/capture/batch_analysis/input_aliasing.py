@@ -1,0 +1,252 @@
+"""Inputs of a call that share memory which the graph writes.
+
+The probe takes all inputs for apart: what is written to one is not seen through another. Dynamo sees to it where two
+inputs are one object, and nowhere else: the same captured graph may be called with tensors that overlap in memory. So
+each call of a graph that writes an input is looked at, by bytes. Where each row overlaps the same row of the other
+input alone, the two are in step, and the probe is told that they share memory. Any other overlap can't be split.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from dynaflow import _torch
+from dynaflow.capture.batch_analysis.probe import Probe
+from dynaflow.capture.captured_graph import CapturedGraph
+from dynaflow.core.memory_layout import overlaps_itself, span
+
+STEPS = 10_000
+"""After so many a search is given up, and tensors are taken to overlap."""
+
+Way = tuple[int, int, int]
+"""A stride, and how often it may be taken: at least, and at most."""
+Steps = list[tuple[int, int]]
+"""Strides, and how often each may be taken at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the elements of a tensor lie: all numbers count bytes, but for `size`."""
+
+    start: int
+    end: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    width: int
+    kind: Any = None
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Place:
+        size, width = tuple(tensor.size()), tensor.element_size()
+        start, kind = tensor.data_ptr(), (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+        stride = tuple(s * width for s in tensor.stride())
+        return Place(start, start + span(size, tensor.stride()) * width, size, stride, width, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Two inputs that overlap, by their positions; or one, twice, whose own elements may do so."""
+
+    one: int
+    other: int
+    places: tuple[Place, Place]
+    wrapped: bool = False
+    """The memory is that of tensors inside of an input (a DTensor's, say)."""
+
+    def told(self, names: Sequence[str]) -> str:
+        if self.one == self.other:
+            return f"the input {names[self.one]!r} is written, and its elements share memory"
+        return f"the inputs {names[self.one]!r} and {names[self.other]!r} share memory, and one of them is written"
+
+    def in_step(self, graph: CapturedGraph, probe: Probe, sizes: Mapping[sympy.Symbol, int]) -> bool:
+        """Whether each row of one shares memory with the same row of the other alone, for the batch of a probe.
+
+        And no node gets both: torch refuses to write to a part of what it reads, and sees that of some slices only.
+        """
+        if self.one == self.other or self.wrapped:
+            return False
+        nodes = [graph.inputs[i].node for i in (self.one, self.other)]
+        (first,), (second,) = (probe.facts[node].storages for node in nodes)
+        if self.places[0] != self.places[1]:
+            for fact in probe.facts.values():
+                if {first, second} <= fact.reads | fact.writes and {first, second} & fact.writes:
+                    return False
+        for space, *dims in zip(probe.spaces, *(probe.dims(node) for node in nodes), strict=True):
+            if dims != [None, None] and _meets_other_rows(*self.places, dims, sizes[next(iter(space))]):
+                return False
+        return True
+
+
+def overlap(one: Place, other: Place) -> bool:
+    """Whether any byte belongs to both."""
+    if one.start >= other.end or other.start >= one.end:
+        return False
+    return _meet(one, other, _steps(one), _steps(other))
+
+
+def _meets_other_rows(one: Place, other: Place, dims: Sequence[int | None], rows: int) -> bool:
+    """Whether some row of one shares memory with another row of the other. `dims`: where they have their rows."""
+    found: list[tuple[Steps, int]] = []
+    for place, dim in zip((one, other), dims, strict=True):
+        if dim is None:
+            return True
+        count, stride = place.size[dim] // rows, place.stride[dim]
+        found.append(([*_steps(place, without=dim), (stride, count - 1)], stride * count))
+    (back, row), (forth, other_row) = found
+    if row != other_row or not row:
+        return True
+    further = (row, 1, rows - 1)
+    return _meet(one, other, back, forth, further) or _meet(other, one, forth, back, further)
+
+
+def _steps(place: Place, without: int | None = None) -> Steps:
+    dims = enumerate(zip(place.size, place.stride, strict=True))
+    return [(stride, n - 1) for dim, (n, stride) in dims if dim != without]
+
+
+def _meet(one: Place, other: Place, back: Steps, forth: Steps, *ways: Way) -> bool:
+    """Whether elements share memory, some steps from the start of each, and some ways further in the other."""
+    least, most = Counter[int](), Counter[int]()
+    for stride, n in back:
+        least[stride] -= n
+    for stride, n in forth:
+        most[stride] += n
+    steps = ((stride, least[stride], most[stride]) for stride in {*least, *most} if stride)
+    apart = one.start - other.start
+    return _reaches(sorted((*ways, *steps), reverse=True), apart - other.width + 1, apart + one.width - 1, [STEPS])
+
+
+def _reaches(ways: Sequence[Way], low: int, high: int, left: list[int]) -> bool:
+    """Whether ways add up to something from `low` to `high`."""
+    left[0] -= 1
+    if left[0] < 0:
+        return True
+    if not ways:
+        return low <= 0 <= high
+    (stride, least, most), rest = ways[0], ways[1:]
+    least = max(least, -((sum(s * n for s, _, n in rest) - low) // stride))
+    most = min(most, (high - sum(s * n for s, n, _ in rest)) // stride)
+    return any(_reaches(rest, low - stride * n, high - stride * n, left) for n in range(least, most + 1))
+
+
+def written_inputs(graph: CapturedGraph, probe: Probe) -> frozenset[int]:
+    """The positions of those that the graph writes, if they are apart."""
+    written = {s for fact in probe.facts.values() for s in fact.writes}
+    return frozenset(n for n, i in enumerate(graph.inputs) if probe.facts[i.node].storages & written)
+
+
+class Sharing:
+    """Looks at the arguments of one graph's calls. `written`: positions of those that it writes; None while that is not
+    known, and may be all."""
+
+    def __init__(self, written: frozenset[int] | None = None) -> None:
+        self.written = written
+        self._seen: _Seen | None = None
+
+    def find(self, args: list[Any]) -> tuple[Overlap, ...]:
+        """The inputs that overlap, of which one is written: none, in most calls."""
+        seen = self._seen
+        return seen.found if seen is not None and seen.holds(args) else self._look(args)
+
+    def _look(self, args: list[Any]) -> tuple[Overlap, ...]:
+        inside = {i: held for i, arg in enumerate(args) if (held := _torch.held_tensors(arg)) is not None}
+        places = {i: p for i, arg in enumerate(args) if i not in inside and (p := _place(arg)) is not None}
+        written = frozenset(range(len(args))) if self.written is None else self.written
+        if inside:
+            return _in_order(_overlaps_inside(places, inside, written))
+        written &= places.keys()
+        found = _in_order(_overlaps(places, written))
+        if self.written is not None:
+            still = [i for i in places if i in written or isinstance(args[i], nn.Parameter)]
+            seen = _Seen(args, places, written, still, found)
+            # What a tensor that moves has to do with the others is not for the next call to know.
+            self._seen = None if any(seen.meets(places[i].start, n) for i, n in seen.moving) else seen
+        return found
+
+
+def _in_order(found: Iterable[Overlap]) -> tuple[Overlap, ...]:
+    return tuple(sorted(found, key=lambda overlap: (overlap.one, overlap.other)))
+
+
+def _overlaps_inside(
+    places: dict[int, Place], inside: dict[int, list[torch.Tensor]], written: frozenset[int]
+) -> Iterator[Overlap]:
+    """Where some inputs have no memory of their own, but hold tensors that have."""
+    owners, found = list(places), list(places.values())
+    for i, held in inside.items():
+        for place in map(_place, held):
+            if place is not None:
+                owners.append(i)
+                found.append(place)
+    for overlap in _overlaps(dict(enumerate(found)), frozenset(n for n, i in enumerate(owners) if i in written)):
+        one, other = sorted((owners[overlap.one], owners[overlap.other]))
+        yield Overlap(one, other, overlap.places, wrapped=one in inside or other in inside)
+
+
+def _place(arg: Any) -> Place | None:
+    """None for what has no data."""
+    if not isinstance(arg, torch.Tensor) or arg.layout is not torch.strided:
+        return None
+    try:
+        return Place.of(arg) if arg.data_ptr() and arg.numel() else None
+    except RuntimeError:  # there is no pointer
+        return None
+
+
+def _overlaps(places: dict[int, Place], written: frozenset[int]) -> Iterator[Overlap]:
+    order = sorted(places, key=lambda i: (places[i].start, i))
+    for n, i in enumerate(order):
+        one = places[i]
+        if i in written and overlaps_itself(one.size, one.stride, one.width):
+            yield Overlap(i, i, (one, one))
+        for j in order[n + 1 :]:
+            other = places[j]
+            if other.start >= one.end:
+                break
+            if (i in written or j in written) and overlap(one, other):
+                yield Overlap(i, j, (one, other)) if i < j else Overlap(j, i, (other, one))
+
+
+class _Seen:
+    """What was found of a call, and how to tell that it holds for another."""
+
+    def __init__(
+        self,
+        args: list[Any],
+        places: dict[int, Place],
+        written: frozenset[int],
+        still: list[int],
+        found: tuple[Overlap, ...],
+    ) -> None:
+        self.found = found
+        self._numbers = [i for i, arg in enumerate(args) if isinstance(arg, int)]
+        self._sizes = [args[i] for i in self._numbers]
+        self._still, self._addresses = still, [places[i].start if i in places else 0 for i in range(len(args))]
+        self.moving = [(i, place.end - place.start) for i, place in places.items() if i not in still]
+        spans: list[list[int]] = []
+        for start, end in sorted((places[i].start, places[i].end) for i in written):
+            if spans and start <= spans[-1][1]:
+                spans[-1][1] = max(end, spans[-1][1])
+            else:
+                spans.append([start, end])
+        self._starts, self._ends = [start for start, _ in spans], [end for _, end in spans]
+
+    def holds(self, args: list[Any]) -> bool:
+        return (
+            [args[i] for i in self._numbers] == self._sizes
+            and _torch.same_addresses(args, self._addresses, self._still)
+            and not any([self.meets(args[i].data_ptr(), n) for i, n in self.moving])
+        )
+
+    def meets(self, start: int, length: int) -> bool:
+        """Whether some of these bytes lie between those that are written."""
+        n = bisect_right(self._starts, start)
+        return (n > 0 and self._ends[n - 1] > start) or (n < len(self._starts) and self._starts[n] < start + length)

@@ -1,0 +1,138 @@
+"""What a call did in the fake run, told again of calls that are alike: those of a model's layers are.
+
+Alike are calls of one function whose arguments nothing tells apart: equal numbers, and tensors of equal shape, device
+and labels, which share memory with each other in the same way. Where there is more to a tensor than that, or where a
+call changes more than memory, the call is none that could be told again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import EllipsisType, NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from dynaflow import _torch
+from dynaflow.capture.batch_analysis.aten_calls import RNG, Dims, dims_of, label, tensors_in
+from dynaflow.core.memory_layout import span
+
+_PLAIN = (int, float, complex, bool, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout,
+          torch.memory_format)  # fmt: skip
+Number = Callable[[torch.Tensor], int]
+"""Of the memory behind a tensor."""
+
+
+class Apart(Exception):
+    """Something that calls may differ by unseen."""
+
+
+class _Look(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    dims: Dims
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Look:
+        if not _torch.is_plain_fake(tensor):
+            raise Apart
+        shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return cls(shape, stride, offset, tensor.dtype, tensor.device, dims_of(tensor))
+
+
+class Call:
+    """A call on fake tensors. Calls with equal keys do the same; raises Apart where that can't be known."""
+
+    def __init__(self, target: Any, args: Any, kwargs: Any, number: Number) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._number, self._places = number, dict[int, int]()
+        self.key = (target, self._seen(args), self._seen(kwargs))
+
+    def _seen(self, given: Any) -> Any:
+        kind = type(given)
+        if kind in _PLAIN:
+            return kind, given  # 1 and True are equal
+        if kind in (tuple, list, immutable_list, torch.Size):
+            return kind, *map(self._seen, given)
+        if kind is slice:
+            return kind, *map(self._seen, (given.start, given.stop, given.step))
+        if kind in (dict, immutable_dict):
+            return kind, *((name, self._seen(value)) for name, value in given.items())
+        look = _Look.of(given)
+        self.tensors.append(given)
+        return self._places.setdefault(self._number(given), len(self._places)), look
+
+    def memory(self, results: Sequence[torch.Tensor]) -> list[int]:
+        """The numbers of what a call may touch and others see, in an order that all that are alike have."""
+        return list(dict.fromkeys([RNG, *(self._number(t) for t in (*self.tensors, *results))]))
+
+
+class _Result(NamedTuple):
+    """An argument; or a tensor that looks so, in an argument's memory or in memory of its own; or a plain value."""
+
+    over: int | None = None
+    look: _Look | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a call did, in terms of its arguments."""
+
+    results: tuple[_Result, ...]
+    tree: Any
+    memory: int
+    """So much of it was touched, what is gone again included."""
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+    @classmethod
+    def of(cls, call: Call, value: Any, reads: set[int], writes: set[int]) -> Told:
+        leaves, tree = _torch.tree_flatten(value)
+        results = tuple(_result(leaf, call.tensors) for leaf in leaves)
+        new = [_torch.storage_id(t) for t, r in zip(leaves, results, strict=True) if r.look and r.over is None]
+        if len(new) != len(set(new)):
+            raise Apart
+        touched = dict.fromkeys([*call.memory(tensors_in(leaves)), *sorted(reads | writes)])
+        place = {number: i for i, number in enumerate(touched)}
+        return cls(results, tree, len(place), frozenset(place[n] for n in reads), frozenset(place[n] for n in writes))
+
+    def again(self, call: Call, mode: Any, fresh: Callable[[], int]) -> tuple[Any, set[int], set[int]]:
+        """The result, and the memory that is read and written; `fresh` gives a number to what nobody else sees."""
+        leaves = [self._made(result, call.tensors, mode) for result in self.results]
+        touched = call.memory(tensors_in(leaves))
+        touched += [fresh() for _ in range(self.memory - len(touched))]
+        value = _torch.tree_unflatten(leaves, self.tree)
+        return value, {touched[i] for i in self.reads}, {touched[i] for i in self.writes}
+
+    @staticmethod
+    def _made(result: _Result, given: list[torch.Tensor], mode: Any) -> Any:
+        look, over = result.look, None if result.over is None else given[result.over]
+        if look is None:
+            return result.value if over is None else over
+        made = _torch.fake_again(mode, look.size, look.stride, look.offset, look.dtype, look.device, over)
+        label(made, look.dims)
+        return made
+
+
+def _result(leaf: Any, given: list[torch.Tensor]) -> _Result:
+    if not isinstance(leaf, torch.Tensor):
+        if type(leaf) in _PLAIN or (type(leaf) is torch.Size and all(type(n) is int for n in leaf)):
+            return _Result(value=leaf)
+        raise Apart
+    same = next((i for i, tensor in enumerate(given) if tensor is leaf), None)
+    if same is not None:
+        return _Result(over=same)
+    look, behind = _Look.of(leaf), _torch.storage_id(leaf)
+    over = next((i for i, tensor in enumerate(given) if _torch.storage_id(tensor) == behind), None)
+    if over is not None and given[over].dtype != leaf.dtype:
+        raise Apart
+    alone = span(look.size, look.stride) * leaf.itemsize  # the bytes of memory that is made for it
+    if over is None and (look.offset or leaf.untyped_storage().nbytes() != alone):
+        raise Apart  # a view of what nobody else sees
+    return _Result(over=over, look=look)

@@ -1,0 +1,370 @@
+"""A captured graph: what Dynamo handed over, with the names, sizes and batch of its inputs read off.
+
+Dynamo takes some of that back once its compile ends, so all of it is read here, at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.collectives import make_contiguous
+from dynaflow.capture.dtensor_inputs import use_shards
+from dynaflow.capture.higher_order import drop_unused_numbers
+from dynaflow.capture.host_scalars import Numbers
+from dynaflow.capture.node_info import unwrapped
+from dynaflow.errors import SplitError, nearest
+
+BatchDims = Mapping[str, int | None]
+Phase = Literal["inference", "forward", "backward"]
+DynamicDims = Mapping[str, Sequence[int]]
+KIND = "dynaflow_kind"
+"""Where a node's `meta`, and that of its copies, says what a compiler has to know of it: a Shape or an expression."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Size and layout of a tensor, in the graph's symbols."""
+
+    size: tuple[sympy.Expr, ...]
+    stride: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Shape:
+        return Shape(
+            size=tuple(_torch.expression(s) for s in tensor.size()),
+            stride=tuple(_torch.expression(s) for s in tensor.stride()),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Thing:
+    """An object that goes through a graph, such as a device mesh. Dynamo sees to it that it stays the same."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One placeholder of the graph."""
+
+    node: fx.Node
+    name: str
+    """As the user knows it: `input_ids`, `past_key_values.layers.0.keys`, or a parameter's path."""
+    owned: bool
+    """A module's own parameter or buffer: never split."""
+    shape: Shape | None
+    """None for a number."""
+    symbol: sympy.Expr | None
+    """What a number stands for."""
+    batch_dim: int | None = None
+    """Where the user says that it carries the batch."""
+    still: bool = False
+    """It stays where it is in memory, at an even address: a module's own, or marked so."""
+    pinned: bool = False
+    """In host memory that the copy engine can reach."""
+    thing: Thing | None = None
+    """What it is, if neither a tensor nor a number."""
+    memory: int | None = None
+    """Inputs with the same number share memory, row by row."""
+
+    @property
+    def kind(self) -> Shape | sympy.Expr | Thing | None:
+        """What a compiler has to know of it."""
+        return self.shape or self.symbol or self.thing
+
+
+class CapturedGraph:
+    """The graph of one capture, uncut, and what is known of its inputs."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        parameters: Sequence[str] = (),
+        declared: BatchDims | None = None,
+        *,
+        phase: Phase = "inference",
+        partial: bool | None = None,
+        batch_symbols: tuple[sympy.Symbol, ...] | None = None,
+        saved: frozenset[fx.Node] = frozenset(),
+        merged_calls: bool = False,
+        forward: CapturedGraph | None = None,
+    ) -> None:
+        """`phase`: "forward" or "backward" if it is one of the passes of training, without what autograd does.
+        `batch_symbols`: what may stand for the batch, where inputs don't tell.
+        `saved`: results of a forward pass that only its backward pass gets.
+        `forward`: of a backward pass, the forward pass that saved some of its inputs.
+        `merged_calls`: equal calls were made one."""
+        self.gm, self.phase, self.saved, self.forward = gm, phase, saved, forward
+        self.merged_calls = merged_calls
+        """Equal calls became one, whatever regions they were in: what is declared of one may not be true of what is
+        left of it."""
+        self.merged: dict[Any, dict[str, tuple[Any, ...]]] = {}
+        """For each choice of the batch's symbols: where results carry the rows behind another dim, by their names."""
+        self.partial = _torch.is_part(gm) if partial is None else partial
+        self.grad = torch.is_grad_enabled() and phase == "inference"
+        make_contiguous(gm)
+        drop_unused_numbers(gm)
+        self.numbers = Numbers(gm)
+        """Those that the graph makes of numbers alone."""
+        self.shards = use_shards(gm)
+        """Inputs that are DTensors, of which the graph takes what this rank holds."""
+        tensors = example_tensors(gm, parameters)
+        self.declared = batch_dims_of(tensors, declared, self.partial, parameters) if declared is not None else {}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.inputs = [_read_input(node, parameters, self.declared) for node in placeholders]
+        self.shapes: dict[fx.Node, Shape] = {}
+        self.hints: dict[sympy.Symbol, int] = {}
+        for node in gm.graph.nodes:
+            example = node.meta.get("example_value")
+            if isinstance(example, torch.Tensor):
+                self.shapes[node] = node.meta[KIND] = Shape.of(example)
+                for size in (*example.size(), *example.stride()):
+                    self._read_hint(size)
+            else:
+                if isinstance(example, (int, torch.SymInt)):
+                    node.meta[KIND] = _torch.expression(example)
+                self._read_hint(example)
+        self.batch_symbols = tuple(self._batch_symbols()) if batch_symbols is None else batch_symbols
+
+    def _batch_symbols(self) -> Iterator[sympy.Symbol]:
+        """What may stand for the batch, as often as inputs have it."""
+        for given in self.inputs:
+            if given.shape is None or given.owned or not given.shape.size:
+                continue
+            dim = given.batch_dim if self.declared else 0
+            symbols = given.shape.size[dim].free_symbols if dim is not None else ()
+            if len(symbols) == 1:
+                yield from symbols
+
+    def sharing(self, pairs: Sequence[tuple[int, int]]) -> CapturedGraph:
+        """The same graph for calls in which the inputs at these positions share memory, row by row."""
+        memory = list(range(len(self.inputs)))
+        for one, other in pairs:
+            memory = [memory[one] if m == memory[other] else m for m in memory]
+        made = copy.copy(self)
+        made.inputs = [
+            replace(given, memory=m if memory.count(m) > 1 else None)
+            for given, m in zip(self.inputs, memory, strict=True)
+        ]
+        return made
+
+    @property
+    def idle(self) -> frozenset[int]:
+        """Positions of the inputs that are numbers on which nothing depends that the graph computes."""
+        sizes = {s for shape in self.shapes.values() for e in (*shape.size, *shape.stride) for s in e.free_symbols}
+        return frozenset(
+            n for n, i in enumerate(self.inputs)
+            if i.symbol is not None and not i.node.users and not i.symbol.free_symbols & sizes
+        )  # fmt: skip
+
+    def _read_hint(self, size: Any) -> None:
+        if isinstance(size, torch.SymInt):
+            expr = _torch.expression(size)
+            if expr.is_Symbol and size.node.has_hint():
+                self.hints[expr] = _torch.hinted(size)
+
+    @cached_property
+    def device(self) -> torch.device:
+        shapes = [i.shape for i in self.inputs if i.shape is not None]
+        return next((s.device for s in shapes if s.device.type != "cpu"), torch.device("cpu"))
+
+    def symbol_values(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """What every symbol stands for in this call."""
+        return {s: int(args[i] if dim is None else args[i].size(dim)) for s, (i, dim) in self._symbol_places.items()}
+
+    @cached_property
+    def _symbol_places(self) -> dict[sympy.Symbol, tuple[int, int | None]]:
+        """Which input tells what a symbol stands for: a number does, or else a tensor by its size on a dim."""
+        places: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for i, given in enumerate(self.inputs):
+            if given.symbol is not None and given.symbol.is_Symbol:
+                places[given.symbol] = (i, None)
+        for i, given in enumerate(self.inputs):
+            for dim, expr in enumerate(given.shape.size if given.shape is not None else ()):
+                if expr.is_Symbol and expr not in places:
+                    places[expr] = (i, dim)
+        return places
+
+    def batch_spaces(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
+        """The symbols that stand for the rows of the batch, and those for the requests of a ragged one.
+
+        An input's batch may have a symbol of its own: those that have the same value now are taken as one.
+        """
+        found = [s for s in self.batch_symbols if s in values]
+        if not found:
+            return ()
+        counts = Counter(values[s] for s in found)
+        rows = max(counts, key=lambda value: (counts[value], value != requests))
+        spaces = [frozenset(s for s in found if values[s] == rows)]
+        if requests not in (0, rows) and (others := frozenset(s for s in found if values[s] == requests)):
+            spaces.append(others)
+        return tuple(spaces)
+
+
+def batch_dims_of(
+    tensors: Mapping[str, tuple[torch.Tensor, bool]],
+    declared: BatchDims | None,
+    partial: bool,
+    parameters: Sequence[str],
+) -> dict[str, int]:
+    """Which inputs carry the batch, and on which dim: as declared, or dim 0 of those that share their size.
+
+    `tensors` maps an input's name to the tensor and whether a module owns it. `partial`: the graph is a part of
+    the model, which need not have all the inputs that were declared. `parameters` are the model's own: one that
+    the graph does not use is no mistake.
+    """
+    if declared is not None:
+        found: dict[str, int] = {}
+        for name, dim in declared.items():
+            hits = [n for n in tensors if is_named(n, name)]
+            if not hits and not partial and name not in parameters:
+                names = [n for n, (_, owned) in tensors.items() if not owned]
+                raise SplitError(
+                    f"batch_dims names {name!r}, but the graph has no such input",
+                    advice=f"the inputs are {', '.join(nearest(name, names, 8))}",
+                )
+            for n in hits:
+                if dim is None:
+                    continue
+                tensor = tensors[n][0]
+                if not -tensor.dim() <= dim < tensor.dim():
+                    raise SplitError(
+                        f"batch_dims says dim {dim} for {n!r}, which has {tensor.dim()} dims",
+                        advice="name a dim that the tensor has",
+                    )
+                found[n] = dim % tensor.dim()
+        return found
+    free = {n: t for n, (t, owned) in tensors.items() if not owned and t.dim() > 0}
+    if not free:
+        return {}
+    sizes = Counter(t.size(0) for t in free.values())
+    batch = max(sizes, key=lambda size: sizes[size])  # the first of those named most often
+    return {n: 0 for n, t in free.items() if t.size(0) == batch}
+
+
+def example_tensors(gm: fx.GraphModule, parameters: Sequence[str]) -> dict[str, tuple[torch.Tensor, bool]]:
+    """The real tensors behind a fresh capture's placeholders."""
+    found = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source, owned, example = _torch.graph_input(node)
+        if isinstance(example, torch.Tensor):
+            found[input_name(source, parameters)] = (example, owned or isinstance(example, torch.nn.Parameter))
+    return found
+
+
+def dims_to_mark(
+    tensors: Mapping[str, tuple[torch.Tensor, bool]],
+    declared: BatchDims | None,
+    requests: int,
+    partial: bool,
+    parameters: Sequence[str],
+    dynamic: DynamicDims,
+) -> dict[str, set[int]]:
+    """What may vary from call to call: the batch; in a ragged one that nobody declared, the requests; and `dynamic`."""
+    dims = {n: {dim} for n, dim in batch_dims_of(tensors, declared, partial, parameters).items()}
+    for n, (t, owned) in tensors.items():
+        if owned:
+            continue
+        if declared is None and requests > 1 and t.dim() and t.size(0) == requests:
+            dims.setdefault(n, set()).add(0)
+        for name, others in dynamic.items():
+            if is_named(n, name):
+                dims.setdefault(n, set()).update(dim % t.dim() for dim in others if -t.dim() <= dim < t.dim())
+    return {n: {dim for dim in found if tensors[n][0].size(dim) > 1} for n, found in dims.items()}
+
+
+def make_batch_dynamic(
+    gm: fx.GraphModule, declared: BatchDims | None, requests: int, parameters: Sequence[str], dynamic: DynamicDims
+) -> list[Callable[[], None]]:
+    """Marks the dims that vary and that the capture took as constants. Returns the marks' undo functions.
+
+    `requests` is the number of requests of a ragged batch, or 0: inputs of that length are marked too.
+    """
+    tensors = example_tensors(gm, parameters)
+    undo = []
+    dims = dims_to_mark(tensors, declared, requests, _torch.is_part(gm), parameters, dynamic)
+    static = {
+        input_name(_torch.graph_input(node)[0], parameters): node.meta["example_value"]
+        for node in gm.graph.find_nodes(op="placeholder")
+    }
+    for name, varying in dims.items():
+        if any(isinstance(static[name].size(dim), int) for dim in varying):
+            undo.append(_torch.mark_dynamic(tensors[name][0], sorted(varying)))
+    return undo
+
+
+def per_row(size: sympy.Expr, batch: frozenset[sympy.Symbol]) -> sympy.Expr | None:
+    """How much of a dim belongs to one row of the batch that these symbols stand for; None if it is no multiple."""
+    rows = next(iter(batch))
+    each = sympy.expand(size.xreplace(dict.fromkeys(batch, rows)) / rows)
+    return None if rows in each.free_symbols else each
+
+
+def input_name(source: str, parameters: Sequence[str] = ()) -> str:
+    """Dynamo's source text as the user would say it: L['kwargs']['cache'].layers[0].keys -> cache.layers.0.keys"""
+    text = unwrapped(source).replace("._modules", "").replace("._parameters", "").replace("._buffers", "")
+    text = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", text)
+    text = re.sub(r"^[LG]\.", "", text)
+    place = re.match(r"args\.(\d+)", text)
+    if place and int(place[1]) < len(parameters):
+        text = parameters[int(place[1])] + text[place.end() :]
+    return re.sub(r"^kwargs\.", "", text)
+
+
+ALIGNMENT = 16
+"""Bytes; compiled kernels read so many at once."""
+
+
+def _is_still(tensor: Any, owned: bool) -> bool:
+    stays = owned or isinstance(tensor, torch.nn.Parameter) or _torch.is_marked_static(tensor)
+    return stays and isinstance(tensor, torch.Tensor) and tensor.data_ptr() % ALIGNMENT == 0
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph for somebody who may change it."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
+def is_named(full: str, wanted: str) -> bool:
+    return full == wanted or full.endswith("." + wanted) or fnmatch.fnmatchcase(full, wanted)
+
+
+def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str, int]) -> Input:
+    source, owned, real = _torch.graph_input(node)
+    owned = owned or isinstance(real, torch.nn.Parameter)
+    example = node.meta["example_value"]
+    if _torch.shard_of(example) is None and (shard := _torch.shard_of(real)) is not None:
+        real = shard
+    tensor = isinstance(example, torch.Tensor)
+    known = tensor or isinstance(example, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return Input(
+        node=node,
+        name=input_name(source, parameters),
+        owned=owned,
+        shape=Shape.of(example) if tensor else None,
+        symbol=None if tensor else _torch.expression(example) if isinstance(example, (int, torch.SymInt)) else None,
+        batch_dim=declared.get(input_name(source, parameters)),
+        still=tensor and _is_still(real, owned),
+        pinned=type(real) in (torch.Tensor, torch.nn.Parameter) and not real.is_cuda and real.is_pinned(),
+        thing=None if known or real is None else Thing(real),
+    )

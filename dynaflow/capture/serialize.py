@@ -1,0 +1,103 @@
+"""A captured graph as bytes, for another process that would capture the same.
+
+Of its inputs it has names and shapes. The arguments themselves, of which some facts are read, are those of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.captured_graph import Shape
+
+_HEADER = b"dynaflow graph 1\n"
+"""The number goes up with each change of what follows."""
+TOLD = ("nn_module_stack", "stack_trace", "custom")
+"""What nodes may tell, beside an example of their results."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A node among the arguments of another."""
+
+    number: int
+
+
+class _Node(NamedTuple):
+    op: str
+    name: str
+    target: Any
+    args: Any
+    kwargs: Any
+    type: Any
+    example: Any
+    told: dict[str, Any]
+    given: tuple[str, bool] | None
+    """Of an input: where it comes from, as text, and whether a module owns it."""
+
+
+def written(gm: fx.GraphModule) -> bytes:
+    """Raises whatever goes wrong where the graph has something that can't be written down."""
+    places: dict[fx.Node, Any] = {node: _Place(i) for i, node in enumerate(gm.graph.nodes)}
+    same: dict[Any, Any] = {}  # layers are alike: what is equal is written once
+    nodes = []
+    for node in gm.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise ValueError(f"the graph has a module or a constant of its own: {node.format_node()}")
+        example = node.meta.get("example_value")
+        told = {name: same.setdefault((name, str(fact)), fact) for name, fact in node.meta.items() if name in TOLD}
+        nodes.append(
+            _Node(
+                op=node.op,
+                name=node.name,
+                target=node.target,
+                args=fx.map_arg(node.args, places.__getitem__),
+                kwargs=fx.map_arg(node.kwargs, places.__getitem__),
+                type=node.type,
+                example=same.setdefault(_looks(example), example),
+                told=told,
+                given=_torch.graph_input(node)[:2] if node.op == "placeholder" else None,
+            )
+        )
+    return _HEADER + _torch.pickled(nodes)
+
+
+def read(data: bytes) -> fx.GraphModule:
+    """The graph again; `given` has to say with which arguments."""
+    if not data.startswith(_HEADER):
+        raise ValueError("the graph was written by another version of dynaflow")
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+    node_at = lambda arg: made[arg.number] if isinstance(arg, _Place) else arg  # noqa: E731
+    for n in _torch.unpickled(data[len(_HEADER) :]):
+        args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), node_at)
+        node = graph.create_node(n.op, n.target, args, kwargs, n.name, n.type)
+        node.meta = {"example_value": n.example, **n.told}
+        if n.given is not None:
+            node.meta[_torch.GIVEN] = (*n.given, None)
+        made.append(node)
+    return fx.GraphModule({}, graph)
+
+
+def given(gm: fx.GraphModule, args: Sequence[Any]) -> None:
+    """From now on the graph is one that was captured with these arguments."""
+    for node, arg in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
+        node.meta[_torch.GIVEN] = (*_torch.graph_input(node)[:2], arg)
+
+
+def is_given(gm: fx.GraphModule) -> bool:
+    return any(_torch.GIVEN in node.meta for node in gm.graph.find_nodes(op="placeholder"))
+
+
+def _looks(example: Any) -> Any:
+    """Equal for what need not be told apart."""
+    if type(example) in (tuple, list):
+        return type(example), tuple(map(_looks, example))
+    if _torch.is_fake(example):
+        return Shape.of(example)
+    return _torch.expression(example) if isinstance(example, torch.SymInt) else id(example)

@@ -1,0 +1,120 @@
+"""A simulated run: when each task runs, what is in use, and what holds it up."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from dynaflow.core.plan import Plan
+from dynaflow.core.plan_text import draw, resource_in_words
+from dynaflow.cost.costs import RESOURCES
+
+BUSY = 0.93
+"""Of the time: a resource, or the host, that works so much of it is what limits a run."""
+
+
+class TaskSpan(NamedTuple):
+    """One task; of a sequential plan, one operator. In seconds."""
+
+    task: int
+    name: str
+    lane: str
+    start: float
+    end: float
+
+
+class Load(NamedTuple):
+    """A time in which the same is in use."""
+
+    start: float
+    end: float
+    uses: Mapping[str, float]
+    """Resource -> fraction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What `simulate` found."""
+
+    plan: Plan
+    device: str
+    seconds: float
+    spans: tuple[TaskSpan, ...]
+    loads: tuple[Load, ...]
+    host: float
+    """When the host had issued all."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """From the start of the first task to the end of the last: without the host's part before and after."""
+        return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
+
+    @cached_property
+    def busy(self) -> dict[str, float]:
+        """Of each resource, what was used of all that there was."""
+        total = max(self.seconds, 1e-12)
+        return {
+            name: math.fsum((load.end - load.start) * load.uses.get(name, 0.0) for load in self.loads) / total
+            for name in RESOURCES
+        }
+
+    @property
+    def limit(self) -> str:
+        """The resource that is always in use; "host" if kernels wait to be launched; "chain" if neither: tasks wait
+        for each other, and something could run beside them."""
+        if self.host >= BUSY * self.seconds:
+            return "host"
+        name = max(RESOURCES, key=lambda r: (self.busy[r], -RESOURCES.index(r)))
+        return name if self.busy[name] >= BUSY else "chain"
+
+    def __str__(self) -> str:
+        used = {resource_in_words(name, self.device): share for name, share in self.busy.items() if share >= 0.005}
+        uses = ", ".join(f"{name} {share:.0%}" for name, share in used.items())
+        limit = resource_in_words(self.limit, self.device)
+        head = f"{self.seconds * 1e3:.3f} ms on {self.device}, limited by {limit}; in use: {uses or 'nothing'}"
+        if self.plan.sequential:
+            return f"{head}\n(the uncut graph, in sequence: {len(self.spans)} operators)"
+        return f"{head}\n{self.draw()}"
+
+    def draw(self, width: int = 110) -> str:
+        """The timeline in the terminal."""
+        spans = None if self.plan.sequential else [(s.start * 1e3, s.end * 1e3) for s in self.spans]
+        return draw(self.plan, spans, width)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """For Perfetto or chrome://tracing: a row for each lane, a curve for each resource. Times are microseconds."""
+        lanes = {name: i for i, name in enumerate(dict.fromkeys(s.lane for s in self.spans), 1)}
+        events: list[dict[str, Any]] = [_named("process_name", 0, self.device)]
+        events += [_named("thread_name", number, name) for name, number in lanes.items()]
+        for span in self.spans:
+            events.append(
+                {"ph": "X", "pid": 1, "tid": lanes[span.lane], "name": span.name, "cat": "task",
+                 "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6, "args": self._args(span)}
+            )  # fmt: skip
+        names = [name for name in RESOURCES if self.busy[name] > 0]
+        for load in self.loads:
+            used = {name: round(load.uses.get(name, 0.0), 4) for name in names}
+            events.append({"ph": "C", "pid": 1, "name": "in use", "ts": load.start * 1e6, "args": used})
+        told = {"limit": self.limit, "source": "simulated", "seconds": self.seconds}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
+
+    def _args(self, span: TaskSpan) -> dict[str, Any]:
+        """What a reader of the trace can't tell from names and times."""
+        if self.plan.sequential:
+            return {"task": span.task, "op": span.name}
+        task = self.plan.tasks[span.task]
+        parts = sorted({m for item in task.items for m in item.micro_batches})
+        op = " + ".join(item.op for item in task.items)
+        return {"task": span.task, "op": op, "micro_batches": parts, "after": list(task.after)}
+
+    def to_json(self) -> str:
+        """The trace as text, to be written to a file."""
+        return json.dumps(self.to_chrome_trace())
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": thread, "name": what, "args": {"name": name}}

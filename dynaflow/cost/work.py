@@ -1,0 +1,217 @@
+"""What one execution of an operator does: arithmetic, memory traffic, copies, communication; with no device.
+
+The operator runs on fake tensors with concrete sizes, and every aten call is looked at. Calls that stay kernels of
+their own (products, attention, sorts, collectives, custom operators) are taken as they are; the loops between them are
+put together as Inductor would (`kernels.py`). Equal operators share one such run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dynaflow import _torch
+from dynaflow.capture.batch_analysis.probe import concrete
+from dynaflow.capture.captured_graph import Shape
+from dynaflow.cost.kernels import Kernel, Recorder
+from dynaflow.partition.op_graph import Op, OpGraph
+
+Sizes = dict[sympy.Symbol, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The kernels of one execution, in order; sums over them are what a roofline needs."""
+
+    parts: tuple[Kernel, ...] = ()
+    guessed: bool = False
+    """The operator could not be run on fake tensors: only what goes in and comes out is counted."""
+
+    @property
+    def flops(self) -> int:
+        return sum(p.flops for p in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory traffic, loops fused."""
+        return sum(p.bytes for p in self.parts if p.kind not in ("copy_in", "copy_out", "collective"))
+
+    @property
+    def copied_in(self) -> int:
+        """Bytes from the host to the device."""
+        return sum(p.bytes for p in self.parts if p.kind == "copy_in")
+
+    @property
+    def copied_out(self) -> int:
+        return sum(p.bytes for p in self.parts if p.kind == "copy_out")
+
+    @property
+    def collectives(self) -> tuple[tuple[str, int, str], ...]:
+        """(kind, bytes, group) of each."""
+        return tuple((p.name, p.bytes, p.group) for p in self.parts if p.kind == "collective")
+
+    @property
+    def kernels(self) -> int:
+        """How many there are to launch."""
+        return len(self.parts)
+
+    @property
+    def dtype(self) -> str:
+        """The widest that matrix products are done in."""
+        return max((p.dtype for p in self.parts if p.flops), key=lambda d: getattr(torch, d).itemsize, default="")
+
+    @property
+    def tiles(self) -> int:
+        """How many parts of the largest kernel can run side by side."""
+        largest = max(self.parts, key=lambda p: (p.flops, p.bytes), default=None)
+        return largest.blocks if largest else 0
+
+
+def work_of(graph: OpGraph, op: Op, rows: int, sizes: Mapping[sympy.Symbol, int] | None = None) -> Work:
+    """What `op` does for `rows` rows of the batch. `sizes`: other symbols' values, where not those of the capture."""
+    known = _known.setdefault(graph, {})
+    values = concrete_sizes(graph, rows, sizes)
+    free = sorted({s for s in _symbols(graph, op) if s in values}, key=str)
+    key = (operator_key(graph, op), tuple(values[s] for s in free))
+    if key not in known:
+        known[key] = _run(graph, op, values)
+    return known[key]
+
+
+_known: weakref.WeakKeyDictionary[OpGraph, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""What was found out about the operators of a graph, for as long as the graph lives."""
+
+
+def concrete_sizes(graph: OpGraph, rows: int, sizes: Mapping[sympy.Symbol, int] | None = None) -> Sizes:
+    """Every symbol's value when `rows` rows are at hand; requests are as long as they were in the capture."""
+    values = {**graph.graph.hints, **(sizes or {})}
+    if not graph.spaces:
+        return values
+    before = max((values.get(s, rows) for s in graph.spaces[0]), default=rows)
+    for space in graph.spaces[1:]:
+        values |= {s: max(1, round(values.get(s, 1) * rows / before)) for s in space}
+    return values | {s: rows for s in graph.spaces[0]}
+
+
+def operator_key(graph: OpGraph, op: Op) -> str:
+    """Equal for operators that do the same on inputs of the same shapes, whatever the batch; in any process."""
+    known = _known.setdefault(graph, {})
+    if op.index not in known:
+        known[op.index] = hashlib.sha256(_text(graph, op).encode()).hexdigest()[:16]
+    return known[op.index]
+
+
+def _text(graph: OpGraph, op: Op) -> str:
+    """The operator without its names: calls by number, the batch's symbols by their space, other sizes as they were."""
+    names = {s: sympy.Symbol(f"rows{i}") for i, space in enumerate(graph.spaces) for s in space}
+    values = {s: sympy.Integer(n) for s, n in graph.graph.hints.items() if s not in names}
+
+    def size(expr: sympy.Expr) -> str:
+        return str(expr.xreplace({**values, **names})) if expr.free_symbols else str(expr)
+
+    def shape(found: Shape | None) -> str:
+        if found is None:
+            return "number"
+        sizes, strides = ",".join(map(size, found.size)), ",".join(map(size, found.stride))
+        return f"{found.dtype} {found.device.type} [{sizes}] [{strides}]"
+
+    lines = [f"takes {size(s)}" for s in op.symbols] + [f"reads {shape(graph.values[v].shape)}" for v in op.reads]
+    number = {node: f"%{i}" for i, node in enumerate(op.module.graph.nodes)}
+    for node in op.module.graph.nodes:
+        if node.op != "placeholder":
+            args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Plain(number[n]))
+            lines.append(f"{node.op} {_target(op.module, node)} {args!r}")
+    return "\n".join(lines)
+
+
+class _Plain(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _target(module: fx.GraphModule, node: fx.Node) -> str:
+    target: Any = node.target
+    if node.op == "get_attr":  # a constant: what it holds costs nothing, its size does
+        held: Any = module
+        for name in str(target).split("."):
+            held = getattr(held, name)
+        return f"{held.dtype} {tuple(held.shape)}" if isinstance(held, torch.Tensor) else type(held).__name__
+    if isinstance(target, str):
+        return target
+    if isinstance(target, (_torch.OpOverload, _torch.OpOverloadPacket)):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+
+
+def _symbols(graph: OpGraph, op: Op) -> set[sympy.Symbol]:
+    shapes = [shape for v in op.reads if (shape := graph.values[v].shape) is not None]
+    sizes = [e for shape in shapes for e in (*shape.size, *shape.stride)]
+    return {s for e in (*sizes, *op.symbols) for s in e.free_symbols}
+
+
+# The run on fake tensors
+
+
+def _run(graph: OpGraph, op: Op, values: Sizes) -> Work:
+    grad = torch.is_grad_enabled()
+    try:
+        # In inference mode operators would come undecomposed.
+        with torch.inference_mode(False), _torch.concrete_fake_mode(), torch.no_grad():
+            given = [concrete(s, values) for s in op.symbols] + [_given(graph, v, values) for v in op.reads]
+            recorder = Recorder([g for g in given if isinstance(g, torch.Tensor)])
+            results = _Interpreter(op.module, recorder).run(*given)
+            return Work(parts=recorder.kernels(results))
+    except Exception:  # sizes that depend on data, a custom operator without a fake: count what crosses
+        return Work(parts=(_crossing(graph, op, values),), guessed=True)
+    finally:
+        torch.set_grad_enabled(grad)  # the operator may hold nodes that switch it
+
+
+def _given(graph: OpGraph, value: int, values: Sizes) -> Any:
+    shape = graph.values[value].shape
+    if shape is None:
+        given = graph.values[value].input
+        symbol = graph.graph.inputs[given].symbol if given is not None else None
+        return concrete(symbol, values) if symbol is not None else 1
+    size, stride = [concrete(s, values) for s in shape.size], [concrete(s, values) for s in shape.stride]
+    return torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
+
+
+def _crossing(graph: OpGraph, op: Op, values: Sizes) -> Kernel:
+    total = 0
+    for v in (*op.reads, *op.writes):
+        shape = graph.values[v].shape
+        sizes = [concrete(s, values) for s in shape.size if s.free_symbols <= values.keys()] if shape else []
+        count = 1
+        for size in sizes:
+            count *= size
+        total += count * (shape.dtype.itemsize if shape else 0)
+    return Kernel(kind="other", name=op.name, bytes=total, blocks=max(1, total // 4096))
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs an operator; products and attention are seen as the model wrote them, not as a device takes them apart."""
+
+    def __init__(self, module: fx.GraphModule, recorder: Any) -> None:
+        super().__init__(module)
+        self.recorder = recorder
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder:
+            return super().run(*args, **kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is _torch.LINEAR:
+            return self.recorder.linear(lambda: target(*args, **kwargs), *args[:2])
+        if target is torch.nn.functional.scaled_dot_product_attention:
+            return self.recorder.attention(*args, **kwargs)
+        return super().call_function(target, args, kwargs)

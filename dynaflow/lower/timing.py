@@ -1,0 +1,111 @@
+"""Where a recording looks at its clock: around each call that a lowered plan makes.
+
+The code that marks is another function, beside the one that runs when nobody records. It gets a list for the marks
+behind the graph's arguments: on CUDA of events, which it records; on CPU of nothing yet, and it puts in the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dynaflow.core.plan import Plan, Task
+from dynaflow.lower.compile_ops import Sizes
+from dynaflow.lower.segments import Segment
+from dynaflow.lower.steps import Program
+from dynaflow.partition.op_graph import OpGraph
+from dynaflow.runtime.cuda_lanes import CaptureStreams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """What the marks of a plan mean."""
+
+    plan: Plan
+    """As it was compiled: tasks that are one call are one task. A sequential plan is one call without tasks."""
+    graph: OpGraph
+    device: torch.device
+    sizes: Sizes
+    spans: tuple[tuple[int, int], ...]
+    """Of each call: which mark is its start, and which its end."""
+    count: int
+    at: dict[int, tuple[int | None, int]] = field(default_factory=dict)
+    """By the first step of each call: the mark to be set before it, if any, and the one behind it."""
+    own: bool = False
+    """The run brings its marks along: the list that it is given is empty."""
+    key: object = field(default_factory=object)
+    """One for all sizes of an elastic plan."""
+    cuda: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cuda", self.device.type == "cuda")
+
+
+def whole_marks(plan: Plan, graph: OpGraph, sizes: Sizes) -> Marks:
+    """Of the uncut graph."""
+    return Marks(plan=plan, graph=graph, device=graph.graph.device, sizes=sizes, spans=((0, 1),), count=2)
+
+
+def make_marks(plan: Plan, graph: OpGraph, sizes: Sizes, program: Program, segments: Sequence[Segment] = ()) -> Marks:
+    """A call starts where the one before it on its lane ends, unless it waits for another lane: then it has a mark for
+    its start as well."""
+    inside = {s for segment in segments for s in segment.steps}
+    calls = sorted([*(segment.steps for segment in segments),
+                    *((s,) for s in range(len(program.steps)) if s not in inside)])  # fmt: skip
+    call_of = {s: c for c, steps in enumerate(calls) for s in steps}
+    last: dict[str, int] = {}
+    tasks, spans, at, count = [], [], {}, 0
+    for steps in calls:
+        first = program.steps[steps[0]]
+        indices = [t for s in steps for t in program.steps[s].tasks]
+        items = tuple(item for t in indices for item in plan.tasks[t].items)
+        replaced = plan.tasks[indices[0]].replace if len(indices) == 1 else None
+        after = tuple(dict.fromkeys(call_of[a] for a in first.after))
+        tasks.append(Task(items=items, lane=first.lane, after=after, replace=replaced))
+        own = bool(first.after) or first.lane not in last
+        start = count if own else last[first.lane]
+        count += own
+        spans.append((start, count))
+        at[steps[0]] = (start if own else None, count)
+        last[first.lane] = count
+        count += 1
+    seen = replace(plan, tasks=tuple(tasks), code="")
+    return Marks(plan=seen, graph=graph, device=graph.graph.device, sizes=sizes, spans=tuple(spans), count=count, at=at)
+
+
+def in_a_row(program: Program) -> Program:
+    """The same calls one after the other on one lane: each alone."""
+    lane = program.lanes[0]
+    steps = [replace(step, lane=lane, after=()) for step in program.steps]
+    return replace(program, lanes=[lane], partitioned=False, steps=steps, made_aside=[])
+
+
+class Branches:
+    """Where the marks of a graph are captured: beside its lanes, on a branch for each."""
+
+    def __init__(self, streams: CaptureStreams) -> None:
+        self._streams = streams
+        self._used: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+    def at(self, lane: torch.cuda.Stream) -> torch.cuda.Stream:
+        """The branch of a lane, at the point where the lane is. Marks of one lane are in its order anyway."""
+        branch = self._used.setdefault(lane, self._streams.beside(lane))
+        branch.wait_stream(lane)
+        return branch
+
+    def join(self, main: torch.cuda.Stream) -> None:
+        for branch in self._used.values():
+            main.wait_stream(branch)
+
+
+class MarkAside:
+    """An event that a graph records at each of its launches. On the lane itself it would hold up the next kernel."""
+
+    def __init__(self, branches: Branches) -> None:
+        self.event = torch.cuda.Event(enable_timing=True, external=True)
+        self._branches = branches
+
+    def record(self, lane: torch.cuda.Stream) -> None:
+        self.event.record(self._branches.at(lane))

@@ -1,0 +1,202 @@
+"""A timeline as plain data: what ran, or would run, on which lane and when. JSON in and out.
+
+Whatever draws a timeline reads this and nothing else, so that a plan, a simulation, a measured run and a trace of
+another program can stand on one page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from dynaflow.core.plan import Lane
+from dynaflow.errors import TimelineError
+
+KIND = "dynaflow.timeline"
+FORMAT = 1
+
+Source = Literal["planned", "simulated", "measured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedTask:
+    """One execution on a lane. Times are seconds; in a planned timeline, steps."""
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    op: str = ""
+    """The operator, or several joined by " + "; without one, the name stands for it."""
+    micro_batches: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    """Tasks of the timeline that it waits for, on other lanes."""
+    tags: tuple[str, ...] = ()
+    rows: int | None = None
+    """Of the batch."""
+    reads: tuple[str, ...] = ()
+    """Values, with their type and shape."""
+    writes: tuple[str, ...] = ()
+    uses: Mapping[str, float] = field(default_factory=dict)
+    """Resource -> the fraction of it that the task uses when alone."""
+    bytes: int | None = None
+    """What it moves in the device's memory."""
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counter:
+    """Something that changes over time, such as the memory in use. A value holds until the next."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    """(time, value), in order."""
+    unit: Literal["fraction", "bytes", "count"] = "count"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One timeline. It is checked when it is made."""
+
+    title: str
+    source: Source
+    device: str = ""
+    lanes: tuple[Lane, ...]
+    tasks: tuple[TimedTask, ...]
+    counters: tuple[Counter, ...] = ()
+    whole: tuple[float, float] | None = None
+    """From when to when it counts, if not from the first task to the last: a host works before and after them."""
+
+    def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise _wrong(f"the source is {self.source!r}", f"say one of {', '.join(get_args(Source))}")
+        lanes = [lane.name for lane in self.lanes]
+        if len(set(lanes)) < len(lanes):
+            raise _wrong("two lanes have one name", "give each its own")
+        names = set(lanes)
+        for i, task in enumerate(self.tasks):
+            if task.lane not in names:
+                raise _wrong(f"task {i} ({task.name}) is on a lane {task.lane!r} that is not listed", "list the lane")
+            if not (math.isfinite(task.start) and math.isfinite(task.end) and task.start <= task.end):
+                found = f"{task.start} to {task.end}"
+                raise _wrong(f"task {i} ({task.name}) is from {found}", "no task ends before it starts")
+            if any(not 0 <= a < len(self.tasks) or a == i for a in task.after):
+                raise _wrong(f"task {i} ({task.name}) waits for {list(task.after)}", "name other tasks by their index")
+            if not all(math.isfinite(share) for share in task.uses.values()):
+                raise _wrong(f"task {i} ({task.name}) uses {dict(task.uses)}", "say fractions")
+        if not (math.isfinite(self.begin) and math.isfinite(self.end) and self.begin <= self.end):
+            raise _wrong(f"it is from {self.begin} to {self.end}", "it can't end before it starts")
+        for counter in self.counters:
+            if not all(math.isfinite(x) for point in counter.points for x in point):
+                raise _wrong(f"the counter {counter.name} has a value that is no number", "leave such points out")
+            if any(later[0] < point[0] for point, later in zip(counter.points, counter.points[1:], strict=False)):
+                raise _wrong(f"the counter {counter.name} goes back in time", "sort its points")
+
+    @property
+    def unit(self) -> Literal["s", "steps"]:
+        return "steps" if self.source == "planned" else "s"
+
+    @cached_property
+    def begin(self) -> float:
+        return self.whole[0] if self.whole else min((t.start for t in self.tasks), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        return self.whole[1] if self.whole else max((t.end for t in self.tasks), default=0.0)
+
+    @property
+    def length(self) -> float:
+        return self.end - self.begin
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. What is as usual is left out: a timeline has many tasks."""
+        return {"kind": KIND, "format": FORMAT, **_plain(self)}
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Document:
+        if data.get("kind") != KIND or data.get("format") != FORMAT:
+            found = f"{data.get('kind')!r}, format {data.get('format')!r}"
+            raise _wrong(f"not a {KIND!r} of format {FORMAT} (found {found})", "make it again with this version")
+        where = "timeline"
+        try:
+            lanes = []
+            for i, lane in enumerate(data["lanes"]):
+                where = f"lanes[{i}]"
+                sms, priority = lane.get("sms"), lane.get("priority", 0)
+                lanes.append(Lane(name=_str(lane["name"]), sms=sms and int(sms), priority=int(priority)))
+            tasks = []
+            for i, task in enumerate(data["tasks"]):
+                where = f"tasks[{i}]"
+                tasks.append(_task(task))
+            counters = []
+            for i, counter in enumerate(data.get("counters", ())):
+                where = f"counters[{i}]"
+                points = tuple((float(t), float(v)) for t, v in counter["points"])
+                counters.append(Counter(name=_str(counter["name"]), points=points, unit=counter.get("unit", "count")))
+            where = "timeline"
+            whole = data.get("whole")
+            return Document(
+                title=_str(data["title"]), source=data["source"], device=_str(data.get("device", "")),
+                lanes=tuple(lanes), tasks=tuple(tasks), counters=tuple(counters),
+                whole=whole and (float(whole[0]), float(whole[1])),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as e:
+            raise _wrong(f"malformed timeline: {where}: {e!r}", "pass what Document.to_json() gave, unedited") from e
+
+    @staticmethod
+    def from_json(text: str) -> Document:
+        try:
+            data = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as e:
+            raise _wrong(f"no timeline: the text is no JSON ({e})", "pass what Document.to_json() gave") from e
+        return Document.from_dict(data if isinstance(data, dict) else {})
+
+
+def _task(data: Mapping[str, Any]) -> TimedTask:
+    rows, size = data.get("rows"), data.get("bytes")
+    return TimedTask(
+        name=_str(data["name"]), lane=_str(data["lane"]), start=float(data["start"]), end=float(data["end"]),
+        op=_str(data.get("op", "")), note=_str(data.get("note", "")),
+        micro_batches=tuple(int(m) for m in data.get("micro_batches", ())),
+        after=tuple(int(a) for a in data.get("after", ())),
+        tags=tuple(map(_str, data.get("tags", ()))),
+        reads=tuple(map(_str, data.get("reads", ()))),
+        writes=tuple(map(_str, data.get("writes", ()))),
+        uses={_str(r): float(u) for r, u in data.get("uses", {}).items()},
+        rows=None if rows is None else int(rows),
+        bytes=None if size is None else int(size),
+    )  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Document | TimedTask | Counter | Lane):
+        found = {}
+        for f in fields(value):
+            usual = f.default_factory() if f.default_factory is not MISSING else f.default
+            if (held := getattr(value, f.name)) != usual:
+                found[f.name] = _plain(held)
+        return found
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _str(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, found {value!r}")
+    return value
+
+
+def _wrong(what: str, advice: str) -> TimelineError:
+    return TimelineError(what, advice=advice)

@@ -1,0 +1,84 @@
+"""A report on inputs at hand: their plan recorded now, beside its calls in a row and the uncut graph."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dynaflow.core.device import device_for
+from dynaflow.cost.costs import Costs, Profile
+from dynaflow.cost.simulate import simulate
+from dynaflow.engine.engine import Engine
+from dynaflow.engine.runner import PlanReady
+from dynaflow.engine.snapshot import NoRoom, Snapshot
+from dynaflow.errors import RecordingError
+from dynaflow.lower.executable import Lowered
+from dynaflow.observe.recorded import Recorded
+from dynaflow.observe.recording import reported, unheard
+from dynaflow.observe.report import Report
+from dynaflow.schedule.base import Sequential
+from dynaflow.tune.profile import Profiler
+
+WARM_UP, ROUNDS = 3, 9
+
+
+def reported_now(ready: PlanReady, engine: Engine, profile: Profile | None = None) -> Report:
+    plan, trials, device = ready.plan, ready.trials, ready.graph.graph.device
+    try:
+        snapshot = Snapshot(ready.graph, trials.args)
+    except NoRoom as e:
+        raise RecordingError(str(e), advice="record calls of your own with df.record(), and report on these") from e
+    runs = {"plan": engine.marked(ready.lowered)}
+    if not plan.sequential:
+        runs["sequence"] = engine.marked(trials.lowered(Sequential()))
+        if len(plan.lanes) > 1 and not plan.partitioned:  # with shares no lane has the device for itself
+            runs["row"] = engine.marked(ready.lowered, row=True)
+    found: dict[str, list[Recorded]] = {name: [] for name in runs}
+    grad = torch.is_grad_enabled() and ready.graph.graph.phase == "inference"
+    cards = range(torch.cuda.device_count()) if device.type == "cuda" else []
+    with torch.random.fork_rng(cards), torch.set_grad_enabled(grad):
+        try:
+            for turn in range(WARM_UP + ROUNDS):  # a recording each: a CUDA graph tells its last launch alone
+                for name, marked in runs.items():
+                    snapshot.restore()
+                    recorded = _recorded(marked, trials.args, engine)
+                    if turn >= WARM_UP:
+                        found[name].append(recorded)
+        finally:
+            snapshot.restore()
+    ours = sorted(found["plan"], key=_seconds)[ROUNDS // 2]
+    sequence = statistics.median(map(_seconds, found["sequence"])) if "sequence" in found else None
+    alone = None
+    if "row" in found:
+        spans = [r.timed[0].spans for r in found["row"]]
+        alone = [statistics.median(s[i][1] - s[i][0] for s in spans) for i in range(len(spans[0]))]
+    return reported(ours, calls=ROUNDS, sequence=sequence, alone=alone, predicted=_predicted(ready, profile))
+
+
+def _recorded(marked: Lowered, args: Sequence[Any], engine: Engine) -> Recorded:
+    with unheard() as recording:
+        recording.run(marked, list(args), engine)
+    (recorded,) = recording.plans
+    if not recorded.timed:
+        raise RecordingError(f"the times of tasks can't be told: {recorded.calls[0].note}")
+    return recorded
+
+
+def _seconds(recorded: Recorded) -> float:
+    return recorded.timed[0].seconds
+
+
+def _predicted(ready: PlanReady, profile: Profile | None) -> float | None:
+    """By the simulator, if the operators were measured, now or once (by `fast.profile`, or by the tuner)."""
+    device = ready.graph.graph.device
+    if profile is None:
+        profiler = Profiler(device)
+        if profiler.missing(ready.plan, ready.graph):
+            return None
+        profile = profiler.profile
+    target = device_for(device)
+    costs = Costs(ready.graph, target, profile, sizes=ready.trials.plan().values)
+    return simulate(ready.plan, ready.graph, costs, target, cudagraph=ready.trials.cudagraph).busy_seconds

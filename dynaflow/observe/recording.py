@@ -1,0 +1,302 @@
+"""What really ran: `with df.record() as recording:` around any calls.
+
+While a recording is on, plans run as code that marks the start and the end of each call that they make: with the
+host's clock on a CPU, with events on CUDA, which are read when the recording ends. The code that runs otherwise is
+another function, and stays what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections import Counter as Counts
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dynaflow import _torch
+from dynaflow.core import forks, validate
+from dynaflow.core.plan_text import Span
+from dynaflow.engine import recorder
+from dynaflow.engine.engine import Engine
+from dynaflow.errors import RecordingError, shown
+from dynaflow.lower.executable import Lowered
+from dynaflow.lower.timing import Marks
+from dynaflow.observe.document import Document
+from dynaflow.observe.perfetto import Shown, join, trace_of
+from dynaflow.observe.recorded import Call, Recorded, count_of
+from dynaflow.observe.report import Report, report_of
+
+KEPT = 64
+MOST_SPARE = 1 << 14
+
+_one = threading.Lock()
+
+AGAIN = "a CUDA graph tells the times of its last launch alone"
+
+
+@contextmanager
+def record(keep: int = KEPT) -> Iterator[Recording]:
+    """Records the calls of all compiled models, in all threads, until the block ends; of each plan the last `keep`."""
+    keep = validate.integer(keep, "keep", "keep one call of each plan at least", least=1, error=RecordingError)
+    with unheard(keep) as recording:
+        recorder.now = recording
+        try:
+            yield recording
+        finally:
+            recorder.now = None
+
+
+@contextmanager
+def unheard(keep: int = KEPT) -> Iterator[Recording]:
+    """A recording that no model knows of: it holds what is run through it, and nothing of other threads."""
+    if not _one.acquire(blocking=False):  # a graph has one set of events: what two recordings would read
+        raise RecordingError("a recording is on already", advice="one serves all models and threads: let it end first")
+    try:
+        recording = Recording(keep)
+        try:
+            yield recording
+        finally:
+            recording._end()
+    finally:
+        _one.release()
+
+
+class _Raw(NamedTuple):
+    """A call as it was noted, not yet understood."""
+
+    marks: Marks
+    moments: list[Any]
+    begin: float
+    end: float
+    thread: str
+    model: str
+    owner: weakref.ref[Engine]
+    """Which of the models of that name. An address would be that of the next model once this one is gone."""
+    memory: int | None
+
+
+class Recording:
+    """What `record` gives. Its calls can be read when it has ended."""
+
+    def __init__(self, keep: int = KEPT) -> None:
+        self.began, self._wall = time.perf_counter(), time.time()
+        self.ended: float | None = None
+        self.others: Counts[str] = Counts()
+        """Calls that could not be recorded, by the reason."""
+        self._keep = keep
+        self._lock = forks.lock()
+        self._raw: dict[object, deque[_Raw]] = {}
+        self._bases: dict[torch.device, tuple[Any, float]] = {}
+        """By device: an event, and the host's time at which it was."""
+        self._plans: list[Recorded] = []
+
+    # While it is on
+
+    def run(self, marked: Lowered, args: list[Any], engine: Engine) -> Any:
+        """Runs a plan that takes marks, and notes them."""
+        marks = marked.marks
+        assert marks is not None
+        device = marks.device
+        if marks.cuda and device not in self._bases:
+            self._bases[device] = _base(device)
+        moments = [] if marks.own else _taken(marks.count, device) if marks.cuda else [0.0] * marks.count
+        args.append(moments)
+        begin = time.perf_counter()
+        results = marked(args)
+        end = time.perf_counter()
+        memory = _allocated(device) if marks.cuda else None
+        thread, owner = threading.current_thread().name, weakref.ref(engine)
+        raw = _Raw(marks, moments, begin, end, thread, engine.name, owner, memory)
+        with self._lock:
+            if self.ended is None:
+                kept = self._raw.setdefault(marks.key, deque())
+                kept.append(raw)
+                if len(kept) > self._keep:
+                    _give(kept.popleft())
+        return results
+
+    def missed(self, reason: str) -> None:
+        with self._lock:
+            self.others[reason] += 1
+
+    def _end(self) -> None:
+        with self._lock:
+            self.ended = time.perf_counter()
+        for device in tuple(self._bases):  # a call that began before may still add one
+            torch.cuda.synchronize(device)
+        groups: dict[Any, tuple[list[Call], _Raw]] = {}
+        read: set[int] = set()
+        for raw in sorted((raw for kept in self._raw.values() for raw in kept), key=lambda raw: -raw.begin):
+            call = self._call(raw, read)
+            groups.setdefault((id(raw.owner), call.phase, call.plan), ([], raw))[0].append(call)
+        self._plans = [Recorded(calls[::-1], raw.marks, raw.owner) for calls, raw in groups.values()]
+        self._plans.sort(key=lambda plan: plan.calls[0].begin)
+        for kept in self._raw.values():
+            for raw in kept:
+                _give(raw)
+        self._raw.clear()
+        self._bases.clear()
+
+    def _call(self, raw: _Raw, read: set[int]) -> Call:
+        """`read`: the marks of later calls, which a graph's launches have in common."""
+        spans: tuple[Span, ...] = ()
+        note = ""
+        if id(raw.moments[0]) in read and raw.marks.own:
+            note = AGAIN
+        else:
+            read.add(id(raw.moments[0]))
+            try:
+                times = self._times(raw)
+                spans = tuple((times[a], max(times[a], times[b])) for a, b in raw.marks.spans)
+            except (RuntimeError, ValueError) as e:  # an event that can't be read
+                note = str(e).split("\n")[0]
+        return Call(
+            model=raw.model, phase=raw.marks.graph.graph.phase, plan=raw.marks.plan, thread=raw.thread, spans=spans,
+            begin=raw.begin - self.began, end=raw.end - self.began, memory=raw.memory, note=note,
+        )  # fmt: skip
+
+    def _times(self, raw: _Raw) -> list[float]:
+        if isinstance(raw.moments[0], float):
+            return [moment - self.began for moment in raw.moments]
+        base, at = self._bases[raw.marks.device]
+        first = raw.moments[raw.marks.spans[0][0]]  # a difference is a float32: small ones are exact
+        start = at - self.began + base.elapsed_time(first) / 1e3
+        return [start + first.elapsed_time(moment) / 1e3 for moment in raw.moments]
+
+    # When it has ended
+
+    @property
+    def plans(self) -> tuple[Recorded, ...]:
+        """The calls, plan by plan, in the order of their first ones."""
+        if self.ended is None:
+            raise RecordingError("the recording is still on", advice="read it behind the `with` block")
+        return tuple(self._plans)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(sorted((c for plan in self.plans for c in plan.calls), key=lambda c: c.begin))
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """A timeline for each plan: of the call that took the median time, from its start."""
+        return tuple(plan.timeline for plan in self.plans if plan.timed)
+
+    def trace(self, profile: str | Path | Mapping[str, Any] | Any = None) -> dict[str, Any]:
+        """All calls as Chrome, Perfetto and torch's tools know them; see `save`."""
+        shown = [Shown(c, plan.document(c) if c.spans else None, plan.title) for plan in self.plans for c in plan.calls]
+        made = trace_of(sorted(shown, key=lambda s: s.call.begin))
+        return made if profile is None else join(made, profile, self._wall)
+
+    def save(self, path: str | Path, *, profile: str | Path | Mapping[str, Any] | Any = None) -> None:
+        """Writes a trace for ui.perfetto.dev or `dynaflow view`: tasks by lane, what they wait for, calls of the host.
+
+        profile: a torch.profiler.profile that has ended, or a trace that it has exported. Its events come along, in
+        processes of their own, on one clock with ours: the wall clock, to some tens of microseconds.
+        """
+        text = json.dumps(self.trace(profile))
+        try:
+            Path(path).write_text(text)
+        except (OSError, TypeError) as e:
+            advice = "name a file in a folder that is there"
+            raise RecordingError(f"{shown(path)} can't be written: {e}", advice=advice) from e
+
+    def report(self, engine: Engine | None = None) -> Report:
+        """Of the plan that took most of the time, of all models or of one. What the uncut graph takes is known if it
+        was recorded too."""
+        found = [p for p in self.plans if p.timed and (engine is None or p.owner() is engine)]
+        if not found:
+            raise RecordingError(f"no times of tasks were recorded: {self}", advice="call a compiled model inside")
+        most = max(found, key=lambda p: (not p.plan.sequential, p.seconds))
+        like = (most.plan.graph, most.plan.batch_size)
+        uncut = [p for p in found if p.plan.sequential and (p.plan.graph, p.plan.batch_size) == like]
+        sequence = uncut[0].median.seconds if uncut and uncut[0].median else None
+        return reported(most, sequence=sequence)
+
+    def __str__(self) -> str:
+        if self.ended is None:
+            return "a recording that is still on"
+        plans, calls = self.plans, sum(len(plan.calls) for plan in self.plans)
+        took = (self.ended - self.began) * 1e3
+        head = f"{count_of(calls, 'call')} of {count_of(len(plans), 'plan')} in {took:.1f} ms"
+        missed = [f"{count_of(n, 'call')} not recorded: {reason}" for reason, n in self.others.items()]
+        return "\n".join([head, *map(str, plans), *missed])
+
+
+def reported(recorded: Recorded, **known: Any) -> Report:
+    """The report on a plan's median call."""
+    issued = recorded.host if recorded.device.type != "cpu" else None
+    known = {"calls": len(recorded.calls), **known}
+    return report_of(recorded.timeline, after=_data_order(recorded), host=issued, **known)
+
+
+def _data_order(recorded: Recorded) -> list[list[int]] | None:
+    """Of each task: those that it needs something of, whichever lane they are on."""
+    if recorded.plan.sequential:
+        return None
+    graph, tasks = recorded.graph, recorded.plan.tasks
+    makers: dict[int, list[int]] = {}
+    found = []
+    for i, task in enumerate(tasks):
+        ops = {graph.by_name[item.op].index for item in task.items}
+        parts = {m for item in task.items for m in item.micro_batches}
+        before = {a for op in ops for a in graph.ops[op].after}
+        found.append(
+            [
+                j
+                for a in before - ops
+                for j in makers.get(a, ())
+                if parts & {m for item in tasks[j].items for m in item.micro_batches}
+            ]
+        )
+        for op in ops:
+            makers.setdefault(op, []).append(i)
+    return found
+
+
+def _base(device: torch.device) -> tuple[Any, float]:
+    """An event on an idle device is over as soon as it is recorded: that is where both clocks meet."""
+    torch.cuda.synchronize(device)
+    with torch.cuda.device(device):
+        event = torch.cuda.Event(enable_timing=True)
+        before = time.perf_counter()
+        event.record()
+        event.synchronize()
+        return event, (before + time.perf_counter()) / 2
+
+
+_events: dict[torch.device, list[Any]] = {}
+"""Spare ones: to make one takes longer than to record it."""
+_spare = forks.lock()
+
+
+def _taken(count: int, device: torch.device) -> list[Any]:
+    """Events for the marks of a call."""
+    with _spare:
+        events = _events.setdefault(device, [])
+        at = max(0, len(events) - count)
+        taken, events[at:] = events[at:], []
+    return taken + [_torch.timing_event() for _ in range(count - len(taken))]
+
+
+def _give(raw: _Raw) -> None:
+    """Takes a call's marks back, but not those of a graph, which records them again."""
+    device = raw.marks.device
+    if raw.marks.cuda and not raw.marks.own:
+        with _spare:
+            if len(_events[device]) < MOST_SPARE:
+                _events[device].extend(raw.moments)
+
+
+def _allocated(device: torch.device) -> int:
+    """What torch.cuda.memory_allocated says, without its detour over all other figures."""
+    found: Any = torch.cuda.memory.memory_stats_as_nested_dict(device)
+    for name in ("allocated_bytes", "all", "current"):
+        found = found.get(name, {})
+    return found or 0

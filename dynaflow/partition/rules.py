@@ -1,0 +1,134 @@
+"""Where the graph may be cut: rules on module paths and functions."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dynaflow import _torch
+from dynaflow.capture.annotations import tag_tuple
+from dynaflow.capture.node_info import names_of
+from dynaflow.errors import PartitionError, shown, user_line
+
+
+@dataclass(frozen=True, slots=True)
+class SplitModule:
+    """Each call of a matching module becomes one operator, named by the module's path.
+
+    `match` is a glob on the path ("*.self_attn"), a compiled regular expression, or a module class.
+    `splittable` overrules the analysis: True when the module treats every row of the batch by itself though
+    dynaflow can't see it (sorted expert tokens, custom kernels), False to keep it whole. A rule that matches nothing
+    in a model is an error, unless it is `optional`.
+    """
+
+    match: str | re.Pattern[str] | type[nn.Module]
+    tag: str | tuple[str, ...] = ()
+    splittable: bool | None = None
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tag", tag_tuple(self.tag))
+        _check_flags(self)
+        is_class = isinstance(self.match, type) and issubclass(self.match, nn.Module)
+        if not (is_class or isinstance(self.match, (str, re.Pattern))):
+            raise PartitionError(
+                f"SplitModule can't match by {shown(self.match)}",
+                line=user_line(),
+                advice="pass a glob on the module path, re.compile(...), or a subclass of torch.nn.Module",
+            )
+
+    def matches(self, path: str, kind: type) -> bool:
+        if isinstance(self.match, str):
+            return fnmatch.fnmatchcase(path, self.match)
+        if isinstance(self.match, re.Pattern):
+            return self.match.search(path) is not None
+        return isinstance(kind, type) and issubclass(kind, self.match)
+
+    def __str__(self) -> str:
+        return f"SplitModule({_show(self.match)})"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFunc:
+    """Each matching call becomes one operator.
+
+    Calls of a Python function that torch.compile inlines are told apart by where they are made: a loop that calls
+    it from one line makes one operator, unless other operators lie between. `mark` tells those apart as well.
+    `match` is an operator (`torch.ops.aten.mm`, any overload or one), a Python function
+    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*"). Collectives, torch's own
+    and those that were declared, are also called "collective::NAME". One of torch's and the wait for its result are one
+    call.
+    """
+
+    match: Any
+    tag: str | tuple[str, ...] = ()
+    splittable: bool | None = None
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tag", tag_tuple(self.tag))
+        _check_flags(self)
+        if not (isinstance(self.match, (str, re.Pattern)) or callable(self.match)):
+            raise PartitionError(
+                f"SplitFunc can't match by {shown(self.match)}",
+                line=user_line(),
+                advice="pass an operator of torch.ops, a function, or a pattern on the target's name",
+            )
+
+    def matches(self, node: fx.Node) -> bool:
+        if isinstance(self.match, _torch.OpOverload) and self.match.overloadpacket is node.target:
+            return _torch.overload_of(node) is self.match
+        return self.matches_call(node.target)
+
+    def matches_call(self, target: Any) -> bool:
+        if isinstance(self.match, str):
+            return any(fnmatch.fnmatchcase(name, self.match) for name in names_of(target))
+        if isinstance(self.match, re.Pattern):
+            return any(self.match.search(name) for name in names_of(target))
+        return target is self.match or _same_operator(target, self.match)
+
+    def __str__(self) -> str:
+        return f"SplitFunc({_show(self.match)})"
+
+
+Rule = SplitModule | SplitFunc
+
+
+def _check_flags(rule: Rule) -> None:
+    if not isinstance(rule.splittable, (bool, NoneType)) or not isinstance(rule.optional, bool):
+        raise PartitionError(
+            f"{rule}: splittable={shown(rule.splittable)}, optional={shown(rule.optional)}",
+            line=user_line(),
+            advice="pass True or False; splittable=None leaves it to the analysis",
+        )
+
+
+def _same_operator(target: Any, wanted: Any) -> bool:
+    """torch.ops.aten.mm stands for all its overloads; F.linear for torch._C._nn.linear, and the like."""
+    packet = getattr(target, "overloadpacket", None)
+    if packet is not None and packet is wanted:
+        return True
+    if isinstance(target, str):  # a method call: torch.Tensor.view, or torch.relu for x.relu()
+        return getattr(wanted, "__name__", None) == target and getattr(torch.Tensor, target, None) is wanted
+    name = getattr(wanted, "__name__", None)
+    return name is not None and getattr(target, "__name__", None) == name and _is_torch(target) and _is_torch(wanted)
+
+
+def _is_torch(function: Any) -> bool:
+    """Torch's own, and not an operator of another library, which lives in torch._ops as well."""
+    module = getattr(function, "__module__", None) or "torch"
+    return module.split(".")[0] == "torch" and (not module.startswith("torch._ops.") or module == "torch._ops.aten")
+
+
+def _show(match: Any) -> str:
+    if isinstance(match, str):
+        return repr(match)
+    if isinstance(match, re.Pattern):
+        return f"re {match.pattern!r}"
+    return getattr(match, "__qualname__", None) or str(match)

@@ -1,0 +1,333 @@
+"""CUDA graphs: a function of tensors is run once, then captured, then replayed with one launch.
+
+A graph reads and writes fixed addresses. Inputs that stay where they are (parameters, caches, promised ones, and all
+that is written) are used in place; their addresses are compared at every replay, and if one has moved the function is
+captured again, and the graphs of a few places are kept. Other inputs are copied into buffers of the graph's own. Its
+results are its own memory too, and are handed out as they are, unless they lie where another graph may write. A caller
+often still holds the last results when it calls again, so a second graph takes turns with the first; if those of both
+are held, they are left to the caller, and from then on results are copied.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from dynaflow import _torch
+from dynaflow.core import forks
+from dynaflow.core.memory_layout import span
+from dynaflow.core.stats import Stats
+from dynaflow.runtime.cuda_lanes import CaptureStreams, Turns, device_index
+
+GRAPHS_KEPT = 256
+"""Of each compiled model; then the one that was not used for longest goes."""
+
+CAPTURES = 12
+"""After that many that were of little use, a function whose inputs move every time is no longer captured."""
+
+USEFUL = 16
+"""A capture takes about as long as so many runs without a graph: one that was replayed as often was worth it."""
+
+PLACES = 4
+"""Graphs that one function has: for inputs that are now here, now there, as caches of two threads are."""
+
+
+ALIGNED = 16
+"""Bytes of the largest element."""
+
+
+class CaptureError(Exception):
+    """The function can't be captured; nothing of it has run."""
+
+
+class GraphPool:
+    """The captured graphs of one compiled model, in one pool of memory. They run one after the other."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+        self.streams = CaptureStreams()
+        self.lock = forks.rlock()
+        self.turns = Turns()
+        self._kept: WeakKeyDictionary[Graphed, None] = WeakKeyDictionary()
+        self._handles: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}
+
+    def handle(self, device: torch.device) -> Any:
+        """The pool's name. It lives for as long as a graph is in it, so an empty one always is."""
+        index = device_index(device)
+        if index not in self._handles:
+            handle, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            _record(anchor, lambda args: (), [], self.streams.main(device), handle)
+            self._handles[index] = (handle, anchor)
+        return self._handles[index][0]
+
+    def segments(self, device: torch.device) -> list[range]:
+        """The addresses of the pool's memory."""
+        found = torch.cuda.memory_snapshot(self.handle(device), include_traces=False)
+        return [range(s["address"], s["address"] + s["total_size"]) for s in found]
+
+    def failed(self, where: str, error: CaptureError) -> None:
+        """Tells the user, once for each place."""
+        # The frames behind the error hold what was made in the capture: to be let go now, not amid the next one.
+        traceback.clear_frames(error.__cause__.__traceback__ if error.__cause__ else None)
+        error.__cause__ = error.__traceback__ = None
+        gc.collect()
+        self._handles.clear()  # what the next graphs use has nothing to do with a spoilt capture
+        self.streams.renew()
+        self.stats.capture_failures.append(f"{where}: {error}")
+        warnings.warn(
+            f"dynaflow: {where} can't be captured in a CUDA graph ({error}); it stays outside. To say so beforehand, "
+            f"tag the operator 'no_capture'.",
+            stacklevel=2,
+        )
+
+    def used(self, graphed: Graphed) -> None:
+        """Puts it last in the order of use, and lets the first go if there are too many."""
+        self._kept.pop(graphed, None)
+        self._kept[graphed] = None
+        while len(self._kept) > GRAPHS_KEPT:
+            first = next(iter(self._kept.keys()))
+            del self._kept[first]
+            first.forget()
+
+
+class Graphed:
+    """A function of a list of arguments, as a CUDA graph."""
+
+    def __init__(
+        self,
+        function: _torch.Boxed,
+        device: torch.device,
+        pool: GraphPool,
+        *,
+        moving: Sequence[int],
+        still: Sequence[int],
+        inner: bool = False,
+        stream: torch.cuda.Stream | None = None,
+        where: Callable[[BaseException], str | None] = lambda error: None,
+        warm: bool = False,
+    ) -> None:
+        """`moving`, `still`: positions of the tensors to be copied in, and of those to be used in place.
+
+        `inner`: a piece of a plan, whose results go to its other pieces alone. If it can't be captured, it runs as it
+        is, for pieces before it have run already. `where` says which operator an error comes from. `warm`: the kernels
+        have run before, so that the first call may be captured.
+        """
+        self._function, self._device, self._pool, self._stream = function, device, pool, stream
+        self._moving, self._still, self._inner, self._where = list(moving), list(still), inner, where
+        self._graphs: list[_Graph] = []
+        self.warm, self._off, self._copy_results = warm, False, False
+        self._captures = self._replays = 0
+        """Captures that were of little use, one after the other; and replays since the last one."""
+
+    def __call__(self, args: list[Any]) -> Any:
+        with self._pool.lock:
+            graph = self._find(args)
+            if graph is None:
+                if not self.warm or self._off:
+                    self.warm = True  # libraries have set themselves up, kernels are tuned
+                    return self._function(args)
+                try:
+                    graph = self._capture(args)
+                except CaptureError as e:
+                    self._off = True
+                    if not self._inner:
+                        raise
+                    self._pool.failed(self._where(e.__cause__ or e) or "a piece", e)
+                    return self._function(args)
+            self._pool.used(self)
+            self._pool.stats.graph_replays += 1
+            self._replays += 1
+            graph.used = self._pool.stats.graph_replays
+            if self._inner:
+                graph.replay(args)
+                return graph.results(args, copy=False)
+            self._pool.turns.enter(self._device)
+            graph.replay(args)
+            results = graph.results(args, copy=self._copy_results)
+            self._pool.turns.leave(self._device)
+            return results
+
+    def call(self, *args: Any) -> Any:
+        return self(list(args))
+
+    @property
+    def last(self) -> Any:
+        """The graph that was launched last."""
+        return max(self._graphs, key=lambda graph: graph.used)
+
+    def forget(self) -> None:
+        self._graphs.clear()
+        self._captures = 0
+
+    def _find(self, args: Sequence[Any]) -> _Graph | None:
+        for graph in self._graphs:
+            if graph.fits(args) and (self._inner or not graph.results_are_held()):
+                return graph
+        return None
+
+    def _capture(self, args: Sequence[Any]) -> _Graph:
+        fitting = [graph for graph in self._graphs if graph.fits(args)]
+        if len(fitting) > 1:  # the results of both are held
+            self._copy_results = True
+            self._graphs = [graph for graph in self._graphs if graph not in fitting]
+            fitting = []
+        # Of pieces only those for one place: their memory is ordered by the order in which they were captured.
+        kept = fitting if self._inner else self._graphs
+        self._graphs = sorted(kept, key=lambda graph: graph.used)[1 - PLACES :]
+        self._captures = 1 if self._replays >= USEFUL else self._captures + 1
+        self._replays = 0
+        if self._captures > CAPTURES:
+            raise CaptureError("inputs that are used in place were elsewhere in memory too often")
+        stream = self._stream or self._pool.streams.main(self._device)
+        # Memory that is in the pool already may be scratch to the graphs that put it there. Pieces run in one order,
+        # in which nothing that is still needed is scratch.
+        scratch = [] if self._inner else self._pool.segments(self._device)
+        self._pool.streams.settle(self._device)
+        handle = self._pool.handle(self._device)
+        graph = _Graph(self._function, args, self._moving, self._still, stream, handle, scratch)
+        self._pool.stats.captures += 1
+        self._graphs.append(graph)
+        return graph
+
+
+class _Graph:
+    """One capture: for arguments at these addresses."""
+
+    def __init__(
+        self,
+        function: _torch.Boxed,
+        args: Sequence[Any],
+        moving: list[int],
+        still: list[int],
+        stream: torch.cuda.Stream,
+        pool: Any,
+        scratch: list[range],
+    ) -> None:
+        self.used = 0
+        """When it was replayed last, by the model's count of replays."""
+        fixed = list(args)
+        with torch.inference_mode(False), torch.no_grad():
+            for i in moving:
+                buffer = torch.empty_strided(
+                    args[i].size(), args[i].stride(), dtype=args[i].dtype, device=args[i].device
+                )
+                fixed[i] = _torch.view_at(args[i], buffer.untyped_storage(), 0)
+        self._moving, self._still = moving, still
+        self._buffers = {i: fixed[i] for i in moving}
+        self._copies = [_once(fixed[i]) for i in moving]
+        self._addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
+        self._graph = torch.cuda.CUDAGraph()
+        outputs = _record(self._graph, function, list(fixed), stream, pool)
+        self._kind, leaves = type(outputs), list(outputs)
+        inputs = {_torch.storage_id(fixed[i]): i for i in (*moving, *still)}
+        self._outputs: list[tuple[Any, int | None]] = [
+            (leaf, inputs.get(_torch.storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None) for leaf in leaves
+        ]
+        # One object for each storage, so that counting its users makes no new ones.
+        own = {_torch.storage_id(t): t.untyped_storage() for t, i in self._outputs if _is_own(t, i)}
+        self._storages = list(own.values())
+        self._users = [_torch.storage_users(s) for s in self._storages]
+        self._unsafe = {key for key, storage in own.items() if any(storage.data_ptr() in s for s in scratch)}
+        self._spans = {
+            key: _span([t for t, i in self._outputs if _is_own(t, i) and _torch.storage_id(t) == key]) for key in own
+        }
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        return _torch.same_addresses(list(args), self._addresses, self._still)
+
+    def results_are_held(self) -> bool:
+        return any(_torch.storage_users(s) > n for s, n in zip(self._storages, self._users, strict=True))
+
+    def replay(self, args: Sequence[Any]) -> None:
+        if self._moving:
+            torch._foreach_copy_(self._copies, [_once(args[i]) for i in self._moving])
+        self._graph.replay()
+
+    def results(self, args: Sequence[Any], copy: bool) -> Any:
+        found: dict[int, Any] = {}  # by the output's id: a tensor that is returned twice is one tensor
+        copies: dict[int, torch.UntypedStorage] = {}
+        for out, given in self._outputs:
+            if id(out) in found:
+                continue
+            if not isinstance(out, torch.Tensor):
+                found[id(out)] = out
+            elif given is not None:
+                found[id(out)] = _same_view(out, self._buffers.get(given, args[given]), args[given])
+            elif copy or _torch.storage_id(out) in self._unsafe:
+                key = _torch.storage_id(out)
+                first, last = self._spans[key]
+                if key not in copies:  # outputs that share memory go on sharing it
+                    copies[key] = _bytes(out)[first:last].clone().untyped_storage()
+                found[id(out)] = _torch.view_at(out, copies[key], int(out.storage_offset()) - first // out.itemsize)
+            else:
+                found[id(out)] = out.detach()
+        return self._kind(found[id(out)] for out, _ in self._outputs)
+
+
+def _record(
+    graph: torch.cuda.CUDAGraph, function: _torch.Boxed, args: list[Any], stream: torch.cuda.Stream, pool: Any
+) -> Any:
+    torch.cuda.synchronize(stream.device)
+    failed: BaseException | None = None
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            outputs = function(args)
+        except BaseException as e:
+            failed = e
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # an operator may launch nothing
+                graph.capture_end()
+        except RuntimeError as e:  # what failed has spoilt the capture
+            failed = failed or e
+            _torch.leave_pool(stream.device, pool)
+    if failed is None:
+        return outputs
+    torch.cuda.synchronize(stream.device)
+    try:
+        if not isinstance(failed, Exception):  # somebody wants to stop
+            raise failed
+        raise CaptureError(str(failed).strip().split("\n")[0]) from failed
+    finally:
+        del failed  # it leads back to this frame
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element once: an expanded tensor has the same ones many times, and can't be copied to."""
+    if 0 in tensor.stride():
+        for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _is_own(leaf: Any, given: int | None) -> bool:
+    return isinstance(leaf, torch.Tensor) and given is None
+
+
+def _same_view(out: torch.Tensor, given: torch.Tensor, arg: torch.Tensor) -> torch.Tensor:
+    """What an output is of the input that the graph was given, of the caller's own argument."""
+    shift = out.storage_offset() * out.itemsize - given.storage_offset() * given.itemsize
+    offset = (arg.storage_offset() * arg.itemsize + shift) // out.itemsize
+    if out.dtype == arg.dtype and out.is_conj() == arg.is_conj() and out.is_neg() == arg.is_neg():
+        return arg.as_strided(out.size(), out.stride(), offset)
+    return _torch.view_at(out, arg.untyped_storage(), offset)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that it is in."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """The bytes of their memory from the first that they use to the last; from one at which elements of any kind can
+    start."""
+    first = min(int(t.storage_offset()) * t.itemsize for t in tensors) // ALIGNED * ALIGNED
+    return first, max((int(t.storage_offset()) + span(t.size(), t.stride())) * t.itemsize for t in tensors)
