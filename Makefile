@@ -61,6 +61,7 @@ browser:
 check: .venv/installed-test
 	.venv/bin/ruff check dynaflow tests benchmarks examples docs
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
 
 # mkdocs reads our docstrings without importing them; broken links and anchors are errors.
 .venv/installed-docs: .venv/installed

@@ -23,6 +23,7 @@ from benchmarks.measure import Figure, Timed, Trial, WrongResult, agree, figure,
 from benchmarks.report import progress
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
+from dynaflow.api import engine_of
 
 OWN = "transformers' own compiled generate"
 SCHEDULERS = ("auto", "sequential")
@@ -145,16 +146,16 @@ class Contest:
         tuning = {"scheduler_options": TUNING_TINY} if self.settings.tiny else {}
         hf.accelerate(model, SCHEDULERS[0], operators=self.settings.operators, **tuning)
         generation = hf.compiled(model)
-        engines = [phase._any._engine for phase in (generation.prefill, generation.decode)]
+        engines = [engine_of(phase._any) for phase in (generation.prefill, generation.decode)]
         sides = {}
         for scheduler in SCHEDULERS:
             if scheduler != SCHEDULERS[0]:
                 generation.set_scheduler(scheduler)
-            schedules = [engine._schedules for engine in engines]
+            schedules = [engine.planner.cache for engine in engines]
 
             def use(schedules: Sequence[Any] = schedules) -> None:
                 for engine, mine in zip(engines, schedules, strict=True):
-                    engine._schedules = mine
+                    engine.planner.use(mine)
 
             sides[scheduler] = Side(scheduler, model, self.work, use)
         for stats in (engine.stats for engine in engines):
@@ -221,8 +222,8 @@ class Contest:
 
     def _decision(self, phase: str) -> Any:
         self.ours["auto"].prepare()
-        (note,) = getattr(self.generation, phase)._any._engine._schedules.notes.values()
-        return note
+        (choice,) = engine_of(getattr(self.generation, phase)._any).planner.cache.choices.values()
+        return choice.note
 
 
 def _sharing(model: Any) -> Any:

@@ -21,6 +21,7 @@ from benchmarks.recording import record
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
 from benchmarks.variants import Variants
+from dynaflow.api import engine_of
 
 LIMIT = 1.10
 LAYERS, ROUNDS, INNER = 48, 60, 5
@@ -74,7 +75,7 @@ def _times(settings: Settings, layers: int, parts: int, lanes: int) -> tuple[dic
     try:
         with torch.inference_mode():
             fast = df.compile(model, Layers(parts, lanes), operators=settings.operators)
-            fast._engine.lowerer.chains = False  # or one micro-batch would be a single operator
+            engine_of(fast).planner.lowerer.chains = False  # or one micro-batch would be a single operator
             agree([model(x)], [fast(x)], 1e-3)
             lowered, arguments = lowered_plan(fast, x)
             recorded = record(lowered, arguments)
@@ -96,7 +97,7 @@ def _per_task(measured: tuple[dict[str, list[float]], int], which: str) -> Figur
 
 def lowered_plan(fast: df.CompiledModel, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
     """The plan's own function and the arguments that Dynamo calls it with."""
-    lowered = next(iter(fast._engine._schedules.plans.values()))
+    lowered = next(iter(engine_of(fast).planner.cache.plans.values()))
     run, seen = lowered.run, []
     lowered.run = lambda given: seen.append(tuple(given)) or run(given)
     try:

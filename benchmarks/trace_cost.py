@@ -21,6 +21,7 @@ from benchmarks.measure import Timed, Trial, agree, once, ratio, rounds_for, sid
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
 from benchmarks.variants import Variants
+from dynaflow.api import engine_of
 
 OFF, ON = 1.02, 1.03
 LAYERS = 12
@@ -59,7 +60,7 @@ def _layers(settings: Settings, count: int, width: int, rows: int, parts: int, l
     with torch.inference_mode():
         never, ours = (df.compile(model, Layers(parts, lanes), operators=settings.operators) for _ in range(2))
         for fast in (never, ours):
-            fast._engine.lowerer.chains = False  # or a micro-batch would be a single call, with nothing to mark
+            engine_of(fast).planner.lowerer.chains = False  # or a call has nothing to mark inside
             agree([model(x)], [fast(x)], 1e-3)
         return _times(lambda: ours(x), lambda: None, settings, {"never recorded": lambda: never(x)})
 

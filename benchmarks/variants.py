@@ -19,6 +19,7 @@ from benchmarks.measure import Figure, Timed, Until, agree, ratio, rounds_for, s
 from benchmarks.report import progress
 from benchmarks.schedulers import OneLane, TwoBatches
 from benchmarks.settings import Settings
+from dynaflow.api import engine_of
 
 _numbers = itertools.count()
 
@@ -34,7 +35,7 @@ class Variant:
     def prepare(self) -> None:
         self.case.reset()
         if self.schedules is not None and self.fast is not None:
-            self.fast._engine._schedules = self.schedules
+            engine_of(self.fast).planner.use(self.schedules)
         torch.compiler.cudagraph_mark_step_begin()  # results of the last call may be written over
 
     def run(self) -> Any:
@@ -102,8 +103,8 @@ class Variants:
             # Schedulers take turns in the rounds: their plans have to stay.
             fast.set_scheduler(scheduler)
             variant = Variant(self.case, title, fast, fast)
-            variant.schedules = fast._engine._schedules
-            lowerer = fast._engine.lowerer
+            variant.schedules = engine_of(fast).planner.cache
+            lowerer = engine_of(fast).planner.lowerer
             usual = getattr(lowerer, "chains", True)
             lowerer.chains = chains and usual  # read when the plan is made, which is now
             try:

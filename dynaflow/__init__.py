@@ -29,7 +29,7 @@ _PLACES = {
     "dynaflow.options": ("configure",),
     "dynaflow.partition.op_graph": ("Op",),
     "dynaflow.partition.rules": ("SplitFunc", "SplitModule"),
-    "dynaflow.schedule.base": ("OpSchedulerBase", "Sequential"),
+    "dynaflow.schedule.base": ("OpSchedulerBase", "Sequential", "WrappingScheduler"),
     "dynaflow.schedule.check": ("check",),
     "dynaflow.schedule.context": ("OpItem", "ScheduleContext"),
     "dynaflow.strategies.choice": ("choose",),
@@ -39,12 +39,15 @@ _PLACES = {
 
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 
+_PACKAGES = ("integrations", "strategies")
+"""Imported when asked for, too: `dynaflow.strategies.NanoFlow`."""
+
 __all__ = sorted(_PLACE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "integrations":
-        return importlib.import_module("dynaflow.integrations")
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _PLACE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(_PLACE_OF[name]), name)
@@ -52,4 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "integrations"]
+    return [*__all__, "__version__", *_PACKAGES]

@@ -1,4 +1,5 @@
 from dynaflow import integrations as integrations
+from dynaflow import strategies as strategies
 from dynaflow.api import CompiledModel as CompiledModel
 from dynaflow.api import compile as compile
 from dynaflow.capture.annotations import mark as mark
@@ -31,6 +32,7 @@ from dynaflow.partition.rules import SplitFunc as SplitFunc
 from dynaflow.partition.rules import SplitModule as SplitModule
 from dynaflow.schedule.base import OpSchedulerBase as OpSchedulerBase
 from dynaflow.schedule.base import Sequential as Sequential
+from dynaflow.schedule.base import WrappingScheduler as WrappingScheduler
 from dynaflow.schedule.check import check as check
 from dynaflow.schedule.context import OpItem as OpItem
 from dynaflow.schedule.context import ScheduleContext as ScheduleContext

@@ -10,7 +10,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -32,23 +32,22 @@ from dynaflow.core.module_proxy import (
 )
 from dynaflow.core.plan import Plan
 from dynaflow.core.stats import Stats
-from dynaflow.cost.costs import Costs, Profile
-from dynaflow.cost.simulate import simulate
-from dynaflow.cost.simulation import Simulation
-from dynaflow.engine.engine import Engine, Facts, marks, take_marks_back
-from dynaflow.engine.runner import PlanReady, Raiser
+from dynaflow.engine.engine import Engine, marks, take_marks_back
+from dynaflow.engine.planner import Facts, PlanReady
+from dynaflow.engine.runner import Raiser
 from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import DynaFlowError, PlanError, RecordingError, shown, user_line
 from dynaflow.lower.compile_ops import Mode
 from dynaflow.lower.lower import CudaGraph, OnTask
-from dynaflow.observe.live_report import reported_now
-from dynaflow.observe.recording import Recording
-from dynaflow.observe.report import Report
 from dynaflow.options import check_options, combined, defaults
 from dynaflow.options import scheduler_of as _scheduler
 from dynaflow.schedule.base import OpSchedulerBase
-from dynaflow.tune.explain import Explanation
-from dynaflow.tune.profile import Profiler
+
+if TYPE_CHECKING:  # and where they are asked for: who only runs models needs none of them
+    from dynaflow.cost.costs import Profile
+    from dynaflow.cost.simulation import Simulation
+    from dynaflow.observe.report import Report
+    from dynaflow.tune.explain import Explanation
 
 CALLS_KEPT = 8
 """Of each compiled model, for different hooks on its modules."""
@@ -194,7 +193,7 @@ class CompiledModel(Face):
     def _df_scheduled(self, args: Any, kwargs: dict[str, Any]) -> Any:
         if "facts" in kwargs and not self._df_takes_facts:
             given, advice = kwargs.pop("facts"), 'pass a mapping: {"phase": "decode"}'
-            local = self._df_engine.local
+            local = self._df_engine.planner.local
             before, local.facts = local.facts, None if given is None else validate.mapping(given, "facts", advice)
             try:
                 return self._df_scheduled(args, kwargs)
@@ -241,16 +240,20 @@ class CompiledModel(Face):
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Why these inputs run as they do: what was tried, what each gave, and what limits it. Print it."""
+        from dynaflow.tune.explain import Explanation
+
         ready = self._df_ready(args, kwargs)
         try:
             simulation = _simulated(ready)
-        except Exception:  # a prediction is a help, and never a duty
+        except Exception:  # best effort
             simulation = None
         refusals = tuple((op.name, op.refusal) for op in ready.graph.ops if op.refusal is not None)
         return Explanation(plan=ready.plan, decision=ready.note, simulation=simulation, refusals=refusals)
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """How long each operator of these inputs' plan takes alone, measured now; what the model writes is put back."""
+        from dynaflow.tune.profile import Profiler
+
         ready = self._df_ready(args, kwargs)
         profiler = Profiler(ready.graph.graph.device)
         try:
@@ -273,12 +276,15 @@ class CompiledModel(Face):
         and the uncut graph; what the model writes is put back. `profile` is for the simulator, which says what it
         expects; by default, what was measured on this machine before.
         """
+        from dynaflow.observe.live_report import reported_now
+        from dynaflow.observe.recording import Recording
+
         if len(args) == 1 and not kwargs and isinstance(args[0], Recording):
-            return args[0].report(self._df_engine)
-        return reported_now(self._df_ready(args, kwargs), self._df_engine, _checked_profile(profile))
+            return args[0].report(self._df_engine.planner)
+        return reported_now(self._df_ready(args, kwargs), self._df_engine.planner, _checked_profile(profile))
 
     def _df_ready(self, args: Any, kwargs: Any) -> PlanReady:
-        if (ready := self._df_engine.planned(lambda: self(*args, **kwargs))) is not None:
+        if (ready := self._df_engine.planner.planned(lambda: self(*args, **kwargs))) is not None:
             return ready
         reasons = "; ".join(dict.fromkeys(self.stats.plain_reasons))
         why = f" ({reasons})" if reasons else ""
@@ -291,7 +297,7 @@ class CompiledModel(Face):
 
     def set_scheduler(self, scheduler: OpSchedulerBase | str, **options: Any) -> None:
         """From the next call on, `scheduler` decides. Compiled operators stay. May be called from any thread."""
-        self._df_engine.set_scheduler(_scheduler(scheduler, options))
+        self._df_engine.planner.set_scheduler(_scheduler(scheduler, options))
         self._df_options = {**self._df_options, "scheduler": scheduler, "scheduler_options": options or None}
 
     def __repr__(self) -> str:
@@ -379,6 +385,11 @@ class _Call:
         self.function, self.captured = function, False
 
 
+def engine_of(compiled: CompiledModel) -> Engine:
+    """What works behind a compiled model: for tests and tools."""
+    return compiled._df_engine
+
+
 def _kind_of(model: Any) -> tuple[Any, tuple[str, ...]]:
     """The class of the compiled model, and the special methods that it has of the model's."""
     if isinstance(model, nn.Module):
@@ -401,6 +412,9 @@ def _noting(stats: Stats) -> Callable[[], bool]:
 
 
 def _simulated(ready: PlanReady, device: str | None = None, profile: Profile | None = None) -> Simulation:
+    from dynaflow.cost.costs import Costs
+    from dynaflow.cost.simulate import simulate
+
     target = device_for(ready.graph.graph.device) if device is None else device_named(device)
     costs = Costs(ready.graph, target, _checked_profile(profile), sizes=ready.trials.plan().values)
     return simulate(ready.plan, ready.graph, costs, target, cudagraph=ready.trials.cudagraph)

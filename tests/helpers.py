@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.lower.lower import Lowerer
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime import cuda_graphs
@@ -148,7 +149,7 @@ def whole(plan: df.Plan) -> list[str]:
 
 def graph_of(fast: df.CompiledModel) -> OpGraph:
     """The partitioned graph of a compiled model that has only one."""
-    (graph,) = fast._engine._schedules.graphs.values()
+    (graph,) = engine_of(fast).planner.cache.graphs.values()
     return graph
 
 

@@ -402,6 +402,7 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
 def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
     """For each input: which results autograd would go back to it from, be it with a gradient of zeros."""
     placeholders, needs, bases = gm.graph.find_nodes(op="placeholder"), dict[fx.Node, set[int]](), _bases(gm)
+    unrecorded = _without_autograd(gm)
     later: dict[fx.Node, set[int]] = {}
     """Which results are made of a base after the node that is looked at: so of what the node writes there."""
 
@@ -414,6 +415,8 @@ def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
         if isinstance(result, fx.Node):
             note(result, {i})
     for node in reversed(gm.graph.nodes):
+        if node in unrecorded:
+            continue
         made = node.args[0] if node.target is operator.setitem else node
         value = made.meta.get("example_value")
         if isinstance(value, (tuple, list)) and isinstance(node.target, types.FunctionType):
@@ -426,6 +429,18 @@ def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
             for used in node.all_input_nodes:
                 note(used, results)
     return [needs.get(node, set()) for node in placeholders]
+
+
+def _without_autograd(gm: fx.GraphModule) -> set[fx.Node]:
+    """What runs while gradients are off. A view made there of something with gradients may say that it has some: they
+    lead nowhere."""
+    found, recorded = set[fx.Node](), True
+    for node in gm.graph.nodes:
+        if node.target is _torch.SET_GRAD:
+            recorded = bool(node.args[0])
+        elif not recorded:
+            found.add(node)
+    return found
 
 
 def _bases(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:

@@ -1,21 +1,18 @@
-"""The way of the data: capture -> partition -> schedule -> check -> lower -> run.
+"""The backend of one compiled model: what becomes of each graph that Dynamo captures.
 
-An Engine belongs to one compiled model. It turns each graph that Dynamo captures into a GraphRunner, which
-finds or makes the plan for the arguments at hand and runs it. Plans belong to a scheduler; operators, threads
-and streams to the engine, so another scheduler finds them ready.
+A graph becomes a GraphRunner, which asks the model's Planner for the plan of each call; in training AOTAutograd makes
+two graphs of it first. What can't be scheduled runs as it was captured, with the reason in `stats`.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -41,54 +38,17 @@ from dynaflow.capture.joint_graph import (
 from dynaflow.capture.optimizer_ops import Updates
 from dynaflow.capture.serialize import is_given
 from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
-from dynaflow.core import forks, validate
-from dynaflow.core.plan import Plan
 from dynaflow.core.stats import Stats
-from dynaflow.engine.plan_cache import Planned, Schedules, Situation
-from dynaflow.engine.runner import GraphRunner, PlainRunner, PlanReady, Raiser, Spaces
-from dynaflow.engine.snapshot import NoRoom, copied
-from dynaflow.engine.trials import Trials
-from dynaflow.errors import (
-    NOT_FAILURES,
-    DynaFlowError,
-    PartitionError,
-    ScheduleError,
-    SplitError,
-    fall_back,
-    raised_at,
-    shown,
-)
+from dynaflow.engine.analyzed_graph import AnalyzedGraph
+from dynaflow.engine.planner import Facts, Planner, rules_of
+from dynaflow.engine.runner import GraphRunner, PlainRunner, Raiser
+from dynaflow.errors import NOT_FAILURES, DynaFlowError, fall_back
 from dynaflow.lower.compile_ops import Mode, Operators
-from dynaflow.lower.executable import Lowered
 from dynaflow.lower.lower import CudaGraph, Lowerer, OnTask
-from dynaflow.lower.padding import Batch, Padding
-from dynaflow.partition.op_graph import OpGraph
-from dynaflow.partition.partition import partition
-from dynaflow.partition.rules import SplitFunc, SplitModule
-from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
-from dynaflow.schedule.check import check
-from dynaflow.schedule.context import ScheduleContext
-from dynaflow.schedule.plan_store import KeptPlan, fact_value, frozen, functions_of, hashable, registered
-from dynaflow.schedule.rank_consensus import Meetings
+from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.split import request_count
 
-Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-
-
-PLANS_KEPT = 1024
-"""Of each scheduler; then the oldest goes."""
 NOT_CAPTURED = "torch.compile captured nothing: it is turned off (TORCHDYNAMO_DISABLE), or there is nothing to compute"
-CHOICES = 8
-"""How many schedulers may choose another one in a row."""
-CUTS_KEPT = 32
-"""Of each graph, for schedulers to come that cut it the same way."""
-
-
-class _Local(threading.local):
-    """What belongs to the call that a thread is making."""
-
-    facts: Mapping[str, Any] | None = None
-    plan_only = False
 
 
 class _Marks(threading.local):
@@ -131,7 +91,7 @@ class Engine:
         _torch.teach_dynamo(TRACED)
         self.name, self.offload = name, (offload_saved, offload_most)
         self.updates = None if optimizer is None else Updates(optimizer)
-        self.batch_dims, self.verify, self.check_plans, self.parameters = batch_dims, verify, check, parameters
+        self.batch_dims, self.verify, self.parameters = batch_dims, verify, parameters
         self.dynamic_dims = dynamic_dims or {}
         self.stats = Stats()
         self.options: Mapping[str, Any] | None = None
@@ -143,63 +103,24 @@ class Engine:
         self.operators.failures = self.stats.compile_failures
         self.rewrite = operators == "inductor"
         """In training Inductor's front end may rewrite what is computed, as where it makes kernels of it."""
-        self.lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
-        self.local = _Local()
-        self._facts: Facts = facts or {}
-        self._schedules = Schedules(checked_scheduler(scheduler))
-        self.lock = forks.rlock()
-        self._meetings = Meetings()
+        lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
+        self.planner = Planner(scheduler, lowerer, {} if facts is None else facts, self.stats, check=check, name=name)
         self._breaks: Counter[str] = Counter()
         """Of all graphs in the process, before the first call."""
-        self.deciding: list[threading.Thread] = []
-        forks.tell(self)
-
-    def after_fork(self) -> None:
-        self.deciding.clear()
-        self.situation = self._situation_in_child  # type: ignore[method-assign]
-
-    def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
-        self._schedules = Schedules(checked_scheduler(scheduler))
-
-    def plans(self) -> list[Plan]:
-        """All that are kept."""
-        with self.lock:
-            return self._schedules.all_plans()
-
-    @property
-    def chooses(self) -> bool:
-        """The scheduler leaves situations to others, and may have to try them."""
-        return self._schedules.chooses
-
-    def planned(self, call: Callable[[], Any], facts: Mapping[str, Any] | None = None) -> PlanReady | None:
-        """What a call would run, lowered but not run; None if it comes to no graph. `facts`: beside those it has."""
-        local, before = self.local, self.local.facts
-        local.plan_only, local.facts = True, facts or before
-        try:
-            call()
-        except PlanReady as ready:
-            return ready
-        finally:
-            local.plan_only, local.facts = False, before
-        return None
-
-    def facts(self) -> Mapping[str, Any]:
-        base = self._facts
-        if callable(base):
-            base = _called(base, "facts()", "mend it: it is asked in each call")
-        if type(base) is not dict:  # that is the usual kind, and this is asked in each call
-            base = validate.mapping(base, "facts()", 'return a mapping: {"phase": "decode"}')
-        return {**base, **self.local.facts} if self.local.facts else base
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
         self._breaks = _torch.breaks()
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
-        requests = request_count(self.facts().get("num_tokens"))
+        requests = self._requests()
         take_marks_back()  # those of a call that this one is made in
         for undo in mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims):
             marks.undo = (*marks.undo, undo)  # one by one: an interrupt leaves none behind
+
+    def _requests(self) -> int:
+        """How many requests a ragged batch has now."""
+        return request_count(self.planner.facts().get("num_tokens"))
 
     def look_for_graphs(self) -> None:
         """After a first call: says why, if the model was not captured at all."""
@@ -213,8 +134,7 @@ class Engine:
             if marks.again not in ((), frame):
                 take_marks_back()  # of a frame whose second trace came to nothing
             if not (marks.again == frame or is_given(gm)):
-                requests = request_count(self.facts().get("num_tokens"))
-                more = make_batch_dynamic(gm, self.batch_dims, requests, self.parameters, self.dynamic_dims)
+                more = make_batch_dynamic(gm, self.batch_dims, self._requests(), self.parameters, self.dynamic_dims)
                 if more:
                     marks.undo, marks.again = (*marks.undo, *more), frame
                     raise _torch.restart_capture()  # trace again, now that the batch may vary
@@ -305,7 +225,7 @@ class Engine:
     def _rules_now(self) -> tuple[Any, ...]:
         """Of the scheduler at hand; none if it fails, which it will say when it is asked for a plan."""
         try:
-            return _checked_rules(self._schedules.scheduler)
+            return rules_of(self.planner.cache.scheduler)
         except Exception:
             return ()
 
@@ -314,7 +234,7 @@ class Engine:
         self.stats.graph_breaks += _torch.is_part(gm)
         self.stats.plain_graphs += 1
         self.stats.plain_reasons.append(why)
-        return PlainRunner(self, gm, why)
+        return PlainRunner(self.planner, gm, why)
 
     def _clash(self, gm: fx.GraphModule, strange: str | None) -> bool:
         """Whether inputs of the call at hand share memory that the graph writes: its passes would not see that. What a
@@ -340,7 +260,7 @@ class Engine:
         may be gone by then. `gm`: what runs in forward-mode AD, which AOTAutograd's function knows nothing of."""
         engine_of = weakref.ref(self)
         without, notes = passes.without_gradients(), passes.may_leave_some_unused()
-        plain = PlainRunner(self, gm, "forward-mode AD is on")
+        plain = PlainRunner(self.planner, gm, "forward-mode AD is on")
 
         def run(*args: Any) -> Any:
             if _torch.in_forward_mode():
@@ -360,13 +280,13 @@ class Engine:
     ) -> Callable[..., Any]:
         """The passes; but for calls whose inputs share memory that the graph writes, the graph itself: plainly, if some
         of it can't be looked at."""
-        runner = GraphRunner(self, CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims))
+        runner = self._run_by(CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims))
         sharing = Sharing(written)
 
         def run(*args: Any) -> Any:
             if not sharing.find(list(args)):
                 return passes(*args)
-            if strange is not None and runner.plain is None:
+            if strange is not None and runner.graph.plain is None:
                 runner.run_plainly(f"it has {strange}, and inputs share memory that it writes")
             return runner(*args)
 
@@ -375,380 +295,8 @@ class Engine:
     def _runner(self, graph: CapturedGraph) -> GraphRunner:
         self.stats.graphs += 1
         self.stats.graph_breaks += graph.partial
-        return GraphRunner(self, graph)
+        return self._run_by(graph)
 
-    # From arguments to a runnable plan
-
-    def situation(self, runner: GraphRunner, args: Sequence[Any]) -> Situation:
-        sizes, facts = runner.sizes(args), self.facts()
-        schedules = self._schedules
-        if schedules.chooses:
-            schedules = self._chosen(runner, sizes, args, facts)
-        return Situation(schedules, sizes, facts)
-
-    def _situation_in_child(self, runner: GraphRunner, args: Sequence[Any]) -> Situation:
-        if runner.graph.device.type == "cuda":
-            raise DynaFlowError(
-                f"{self.name} runs on CUDA, which can't be used in a process that was forked after its first use",
-                advice='start the process by "spawn": torch.multiprocessing.set_start_method("spawn")',
-            )
-        return Engine.situation(self, runner, args)
-
-    def find(self, runner: GraphRunner, situation: Situation, args: Sequence[Any]) -> Lowered | None:
-        """The plan for these arguments; None when the graph can't be scheduled at all."""
-        schedules, sizes, facts = situation
-        found = self._stretched(schedules, runner, args, facts) if schedules.elastic else None
-        if found is None:
-            found = schedules.plans.get(self._key(schedules, runner, sizes, args, facts))
-        if found is not None:
-            self.stats.replays += 1
-            return found
-        with self.lock:
-            return self.make(schedules, runner, sizes, args, facts)
-
-    def _stretched(
-        self, schedules: Schedules, runner: GraphRunner, args: Sequence[Any], facts: Mapping[str, Any]
-    ) -> Lowered | None:
-        """A plan made for another batch, with the cuts of this one."""
-        with self.lock:
-            graph, spaces, values = self._graph(schedules, runner, args, facts)
-            if graph is None:
-                return None
-            ctx = self._context(graph, spaces, values, facts)
-            elastic = schedules.elastic.get((runner, spaces, _key_of(schedules.scheduler, ctx)))
-            if elastic is None or elastic.parts > ctx.max_parts:
-                return None
-            return elastic.at(ctx.resized(elastic.plan), {**runner.graph.hints, **values})
-
-    def padding(self, runner: GraphRunner, situation: Situation, args: Sequence[Any]) -> tuple[Padding, Batch] | None:
-        """How the batch is to be padded; None if it stays as it is."""
-        schedules, _, facts = situation
-        with self.lock:
-            graph, spaces, values = self._graph(schedules, runner, args, facts)
-            if graph is None or not spaces:
-                return None
-            rows = values[next(iter(spaces[0]))]
-            padded = _user(schedules.scheduler, "bucket", rows)
-            if not validate.is_integer(padded) or not rows <= padded <= rows << 20:
-                raise ScheduleError(
-                    f"{type(schedules.scheduler).__name__}.bucket({rows}) returned {shown(padded)}",
-                    advice="return a number of rows that is no smaller than the batch, nor a million times as large",
-                )
-            if padded == rows:
-                return None
-            if (runner, spaces) not in schedules.paddings:
-                schedules.paddings[runner, spaces] = Padding(graph)
-            return schedules.paddings[runner, spaces], Batch({**runner.graph.hints, **values}, rows, int(padded))
-
-    def _chosen(
-        self, runner: GraphRunner, sizes: tuple[int, ...], args: Sequence[Any], facts: Mapping[str, Any]
-    ) -> Schedules:
-        """The schedules of whoever decides in this situation."""
-        schedules, handed = self._schedules, 0
-        while schedules.chooses:
-            if handed > CHOICES:
-                raise ScheduleError(
-                    f"{type(schedules.scheduler).__name__}.choose() never comes to an end: "
-                    f"{CHOICES} schedulers in a row have handed the call to another one",
-                    advice="return self, or a scheduler without a choose() of its own",
-                )
-            handed += 1
-            key = self._choice(schedules, runner, sizes, args, facts)
-            if key not in schedules.chosen:
-                with self.lock:
-                    self._choose(schedules, runner, sizes, args, facts)
-                key = self._choice(schedules, runner, sizes, args, facts)
-            if schedules.chosen[key] is schedules:
-                break
-            schedules = schedules.chosen[key]
-        return schedules
-
-    def marked(self, lowered: Lowered, row: bool = False) -> Lowered:
-        """The same plan for a recording; with `row`, its calls one after the other."""
-        if row in lowered.with_marks:  # the lock may be held for long, by a tuner that compiles
-            return lowered.with_marks[row]
-        with self.lock:
-            return lowered.marked(row)
-
-    def note(self, runner: GraphRunner, args: Sequence[Any]) -> Any:
-        """What a scheduler that chose for this situation has to say about it."""
-        schedules = self._schedules
-        return schedules.notes.get(self._choice(schedules, runner, runner.sizes(args), args, self.facts()))
-
-    def trials(self, runner: GraphRunner, args: Sequence[Any]) -> Trials:
-        schedules, sizes, facts = self.situation(runner, args)
-        return Trials(self, schedules, runner, sizes, args, facts)
-
-    def _choose(
-        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
-    ) -> None:
-        graph, spaces, values = self._graph(schedules, runner, args, facts)
-        chosen = schedules.scheduler
-        if graph is not None:
-            ctx = self._context(graph, spaces, values, facts)
-            ctx.trials = Trials(self, schedules, runner, sizes, args, facts)
-            chosen = checked_scheduler(_user(schedules.scheduler, "choose", ctx))
-            self._note_facts(schedules, runner, sizes, ctx)
-            if ctx.later is not None:
-                self._decide_later(schedules, self._choice(schedules, runner, sizes, args, facts), ctx)
-        _make_room(schedules.chosen, PLANS_KEPT)
-        key = self._choice(schedules, runner, sizes, args, facts)
-        schedules.notes[key] = ctx.note if graph is not None else None
-        schedules.choose(key, chosen)
-
-    def _decide_later(self, schedules: Schedules, key: Any, ctx: ScheduleContext) -> None:
-        """In a thread of its own, on copies: callers go on using the arguments."""
-        later, trials = ctx.later, ctx.trials
-        assert later is not None and isinstance(trials, Trials)
-        try:
-            trials.args = copied(trials.args, keep=trials.owned)
-        except NoRoom as e:
-            ctx.note = str(e)
-            return
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-        def decide() -> None:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                try:
-                    chosen = checked_scheduler(later(ctx))
-                except Exception as e:
-                    ctx.note = f"tuning failed: {type(e).__name__}: {e}"
-                else:
-                    with self.lock:
-                        schedules.choose(key, chosen)
-                schedules.notes[key] = ctx.note
-                trials.args = ()
-
-        thread = threading.Thread(target=decide, name="dynaflow-tune", daemon=True)
-        self.deciding.append(thread)
-        thread.start()
-
-    def _choice(
-        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
-    ) -> Any:
-        """Under what a choice is kept: the scheduler's own key, or the situation."""
-        if schedules.has_key:
-            return (runner, self._own_key(schedules, runner, sizes, args, facts))
-        return self._situation(schedules, runner, sizes, facts)
-
-    def _own_key(
-        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
-    ) -> Any:
-        """What the scheduler's `key` says. It is asked once for the same sizes and the same facts that it read."""
-        keeps = "num_tokens" not in facts  # of which the context knows more than what was read
-        names = schedules.key_facts.get((runner, sizes), ())
-        place = (runner, sizes, tuple([fact_value(facts, name) for name in names]))
-        if keeps and place in schedules.own_keys:
-            return schedules.own_keys[place]
-        with self.lock:
-            graph, spaces, values = self._graph(schedules, runner, args, facts)
-            if graph is None:
-                return None
-            ctx = self._context(graph, spaces, values, facts)
-            own = _key_of(schedules.scheduler, ctx)
-            if keeps:
-                names = tuple(sorted({*names, *ctx.facts.read}))
-                _make_room(schedules.own_keys, PLANS_KEPT)
-                schedules.key_facts[runner, sizes] = names
-                schedules.own_keys[runner, sizes, tuple(fact_value(facts, name) for name in names)] = own
-            return own
-
-    def _key(
-        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
-    ) -> Any:
-        if schedules.has_key:
-            own = self._own_key(schedules, runner, sizes, args, facts)
-            # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
-            return (runner, sizes, frozen(facts.get("num_tokens")), own)
-        return self._situation(schedules, runner, sizes, facts)
-
-    def _situation(
-        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], facts: Mapping[str, Any]
-    ) -> Any:
-        """The sizes, and of the facts what was read in calls of these sizes."""
-        names = schedules.facts_read.get((runner, sizes))
-        if not names:
-            return (runner, sizes)
-        return (runner, sizes, tuple(fact_value(facts, name) for name in names))
-
-    def make(
-        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
-    ) -> Lowered | None:
-        key = self._key(schedules, runner, sizes, args, facts)
-        if key in schedules.plans:  # another thread made it meanwhile
-            return schedules.plans[key]
-        made = self.plan(schedules, runner, sizes, args, facts)
-        if made is None:
-            return None
-        self._meetings.agree(made.plan, made.graph)
-        start = time.perf_counter()
-        values = {**runner.graph.hints, **made.values}
-        lowered = self._elastic(schedules, runner, made, key[-1], values) if schedules.is_elastic else None
-        if lowered is None:
-            lowered = self.lowerer.lower(made.plan, made.graph, values, made.functions)
-        stats = self.stats
-        stats.lower_seconds += time.perf_counter() - start
-        stats.plans += 1
-        stats.operators_compiled, stats.operators_shared = self.operators.compiled, self.operators.shared
-        _make_room(schedules.plans, PLANS_KEPT)  # ragged batches may be different every time
-        schedules.plans[self._key(schedules, runner, sizes, args, facts)] = lowered
-        return lowered
-
-    def _elastic(
-        self, schedules: Schedules, runner: GraphRunner, made: Planned, own: Any, values: dict[sympy.Symbol, int]
-    ) -> Lowered | None:
-        """A function that serves other sizes under the scheduler's key as well; None if there is none."""
-        place = (runner, made.graph.spaces, own)
-        if place not in schedules.patterns or place in schedules.elastic:
-            return None
-        known = (e for e in schedules.elastic.values() if e.carries_out(made.plan, made.graph, made.functions))
-        elastic = next((e for e in known if e.at(made.plan, values)), None)  # decided the same under another key
-        elastic = elastic or self.lowerer.elastic(made.plan, made.graph, values, made.functions)
-        if elastic is None:
-            return None
-        _make_room(schedules.elastic, PLANS_KEPT)
-        schedules.elastic[place] = elastic
-        return elastic.at(made.plan, values)
-
-    def plan(
-        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], args: Any, facts: Mapping[str, Any]
-    ) -> Planned | None:
-        """The scheduler's plan for these arguments, checked; None when the graph can't be scheduled at all."""
-        graph, spaces, values = self._graph(schedules, runner, args, facts)
-        if graph is None:
-            return None
-        ctx = self._context(graph, spaces, values, facts)
-        start = time.perf_counter()
-        kept = loaded = own = None
-        if schedules.has_key:
-            own = self._key(schedules, runner, sizes, args, facts)[-1]
-        pattern = schedules.patterns.get((runner, spaces, own)) if schedules.has_key else None
-        if pattern is not None and len(pattern[0].micro_batches) <= ctx.max_parts:
-            plan, functions = ctx.resized(pattern[0]), pattern[1]
-        else:
-            kept = KeptPlan(schedules.scheduler, graph, sizes, ctx, facts)  # now: schedule() may change the scheduler
-            loaded = None if schedules.is_elastic else kept.load()  # which does not tell what else it would serve
-            if loaded is not None:
-                plan, functions = loaded
-                self.stats.plans_loaded += 1
-            else:
-                plan, functions = self._schedule(schedules.scheduler, ctx, runner.graph.partial)
-                if schedules.has_key and ctx.even_split is not None:
-                    schedules.patterns[runner, spaces, own] = (plan, functions)
-        checked_at = time.perf_counter()
-        if self.check_plans:
-            check(plan, graph, ctx.batch_size, ctx.facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
-        self.stats.schedule_seconds += checked_at - start
-        self.stats.check_seconds += time.perf_counter() - checked_at
-        if kept is not None and loaded is None:
-            self.stats.plans_stored += kept.keep(plan, functions)
-        if not schedules.has_key:
-            self._note_facts(schedules, runner, sizes, ctx)
-        return Planned(plan=plan, graph=graph, functions=functions, values=values)
-
-    def _note_facts(
-        self, schedules: Schedules, runner: GraphRunner, sizes: tuple[int, ...], ctx: ScheduleContext
-    ) -> None:
-        if ctx.facts.read:
-            known = schedules.facts_read.get((runner, sizes), ())
-            schedules.facts_read[runner, sizes] = tuple(sorted({*known, *ctx.facts.read}))
-
-    def _schedule(self, scheduler: OpSchedulerBase, ctx: ScheduleContext, part: bool) -> tuple[Plan, Mapping[str, Any]]:
-        self.stats.scheduler_calls += 1
-        try:
-            result = _user(scheduler, "schedule", ctx)
-        except SplitError as e:
-            if ctx.can_split or not (part or ctx.phase == "backward"):
-                raise
-            # A part of a model that breaks the graph may well have no batch, and a backward pass nothing but gradients
-            # of weights, as where all below the head is frozen: that is nobody's mistake.
-            self.stats.plain_graphs += 1
-            self.stats.plain_reasons.append(str(e))
-            return ctx.whole(), {}
-        if result is not None and not isinstance(result, Plan):
-            raise ScheduleError(
-                f"{type(scheduler).__name__}.schedule() returned {shown(result)}",
-                advice="return nothing, ctx.sequential(), or a Plan",
-            )
-        if isinstance(result, Plan):
-            return result, functions_of(result, {**registered(scheduler.functions), **ctx.functions})
-        return ctx.finish(), ctx.functions
-
-    def _context(
-        self, graph: OpGraph, spaces: Spaces, values: Mapping[sympy.Symbol, int], facts: Mapping[str, Any]
-    ) -> ScheduleContext:
-        rows = values[next(iter(spaces[0]))] if spaces else 1
-        return ScheduleContext(
-            graph, batch_size=rows, has_batch=bool(spaces), device=graph.graph.device, facts=facts, sizes=values
-        )
-
-    def _graph(
-        self, schedules: Schedules, runner: GraphRunner, args: Any, facts: Mapping[str, Any]
-    ) -> tuple[OpGraph | None, Spaces, dict[sympy.Symbol, int]]:
-        """The graph cut as the scheduler wants it, the symbols that stand for its batch, and their values."""
-        if runner.plain:
-            return None, (), {}
-        spaces, values = runner.spaces(args, facts)
-        key = (runner, spaces)
-        if key not in schedules.graphs:
-            start = time.perf_counter()
-            if schedules.rules is None:
-                schedules.rules = _checked_rules(schedules.scheduler)
-            found = runner.probe(spaces)
-            if found is None:
-                self.stats.plain_graphs += 1
-                self.stats.plain_reasons.append(runner.plain or "")
-                return None, (), {}
-            complete = not self.stats.graph_breaks and runner.graph.phase != "backward"
-            cut = (spaces, schedules.rules, complete)
-            if cut not in runner.partitions:  # of other schedulers, which cut the same way
-                _make_room(runner.partitions, CUTS_KEPT)
-                runner.partitions[cut] = partition(runner.graph, found, schedules.rules, complete=complete)
-                self.stats.partitions += 1
-            schedules.graphs[key] = runner.partitions[cut]
-            self.stats.partition_seconds += time.perf_counter() - start
-        graph = schedules.graphs[key]
-        return graph, graph.spaces, values
-
-
-def _make_room(kept: dict[Any, Any], most: int) -> None:
-    """For one more: the oldest goes, if there are as many as may be kept."""
-    if len(kept) >= most:
-        kept.pop(next(iter(kept)))
-
-
-def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:
-    """Calls a scheduler's method."""
-
-    def call() -> Any:
-        found = getattr(scheduler, method)(*args)
-        return list(found) if method == "partition" and isinstance(found, Iterator) else found
-
-    advice = f"mend {method}(), or the options that it was given"
-    return _called(call, f"the scheduler {type(scheduler).__name__}", advice)
-
-
-def _called(code: Callable[[], Any], name: str, advice: str) -> Any:
-    """What the user's code returns; what it raises names the line."""
-    try:
-        return code()
-    except DynaFlowError:
-        raise
-    except Exception as e:
-        raise ScheduleError(f"{name} raised {type(e).__name__}: {e}", line=raised_at(e), advice=advice) from e
-
-
-def _key_of(scheduler: OpSchedulerBase, ctx: ScheduleContext) -> Any:
-    return hashable(_user(scheduler, "key", ctx), f"what {type(scheduler).__name__}.key() returned")
-
-
-def _checked_rules(scheduler: OpSchedulerBase) -> tuple[Any, ...]:
-    found = _user(scheduler, "partition")
-    rules = tuple([found] if (listed := validate.members(found)) is None else listed)
-    for rule in rules:
-        if not isinstance(rule, (SplitModule, SplitFunc)):
-            raise PartitionError(
-                f"{type(scheduler).__name__}.partition() returned {shown(rule)}",
-                advice="return a list of SplitModule and SplitFunc; an empty one, if there is nothing to cut",
-            )
-    return rules
+    def _run_by(self, graph: CapturedGraph) -> GraphRunner:
+        # Dynamo keeps runners for as long as the model's code lives: a compiled object's engine must not be.
+        return GraphRunner(self.planner, AnalyzedGraph(graph), self.verify, owner=None if self.owned else self)

@@ -1,94 +1,201 @@
-"""One scheduler and what it has decided."""
+"""What one scheduler has decided: the tables of its plans, all of them bounded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import sympy
 
 from dynaflow.core import validate
+from dynaflow.core.bounded import Bounded
 from dynaflow.core.plan import Plan
+from dynaflow.engine.analyzed_graph import AnalyzedGraph, Spaces
 from dynaflow.errors import ScheduleError
 from dynaflow.lower.executable import Lowered
-from dynaflow.lower.padding import Padding
-from dynaflow.lower.shape_polymorphic import Elastic
 from dynaflow.partition.op_graph import OpGraph
-from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.schedule.base import OpSchedulerBase, defines
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.plan_store import PLAIN, fact_value
+from dynaflow.schedule.split import Requests, requests_of
+
+MOST = 1024
+"""Entries of each table."""
 
 
-@dataclass(slots=True)
-class Schedules:
-    """One scheduler and the plans it has made. Swapped as a whole, so a running call keeps what it started with."""
-
-    scheduler: OpSchedulerBase
-    rules: tuple[Any, ...] | None = None
-    graphs: dict[Any, OpGraph] = field(default_factory=dict)
-    plans: dict[Any, Lowered] = field(default_factory=dict)
-    facts_read: dict[Any, tuple[str, ...]] = field(default_factory=dict)
-    own_keys: dict[Any, Any] = field(default_factory=dict)
-    """By sizes and facts: what the scheduler's `key` said."""
-    key_facts: dict[Any, tuple[str, ...]] = field(default_factory=dict)
-    """By sizes: the facts that it read."""
-    paddings: dict[Any, Padding] = field(default_factory=dict)
-    patterns: dict[Any, tuple[Plan, Mapping[str, Any]]] = field(default_factory=dict)
-    """By a scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
-    elastic: dict[Any, Elastic] = field(default_factory=dict)
-    """By the same: its function, if the scheduler is elastic."""
-    chosen: dict[Any, Schedules] = field(default_factory=dict)
-    """By situation: the scheduler that took it over, and its plans."""
-    others: dict[OpSchedulerBase, Schedules] = field(default_factory=dict)
-    notes: dict[Any, Any] = field(default_factory=dict)
-    """By situation: what the scheduler has to say about its choice."""
-
-    chooses: bool = field(init=False)
-    has_key: bool = field(init=False)
-    has_buckets: bool = field(init=False)
-    is_elastic: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        kind = type(self.scheduler)
-        self.chooses = kind.choose is not OpSchedulerBase.choose
-        self.has_key = kind.key is not OpSchedulerBase.key
-        self.has_buckets = kind.bucket is not OpSchedulerBase.bucket
-        elastic = validate.flag(self.scheduler.elastic, f"{kind.__name__}.elastic", ScheduleError)
-        self.is_elastic = elastic and self.has_key
-
-    def of(self, scheduler: OpSchedulerBase) -> Schedules:
-        """Those of another scheduler that takes situations over."""
-        if scheduler is self.scheduler:
-            return self
-        return self.others.setdefault(scheduler, Schedules(scheduler))
-
-    def all_plans(self) -> list[Plan]:
-        """Its own, and those of schedulers that it has chosen."""
-        chosen = {id(c): c for c in self.chosen.values() if c is not self}
-        made = [lowered.plan for lowered in self.plans.values()] + [elastic.plan for elastic in self.elastic.values()]
-        return list(dict.fromkeys([*made, *(p for c in chosen.values() for p in c.all_plans())]))
-
-    def choose(self, situation: Any, scheduler: OpSchedulerBase) -> None:
-        """From now on it decides there. Plans of those that were only tried go, with their memory and graphs."""
-        self.chosen[situation] = self.of(scheduler)
-        used = {id(chosen) for chosen in self.chosen.values()}
-        for other in self.others.values():
-            if id(other) not in used:
-                other.plans.clear()
+def _table() -> Bounded:
+    return Bounded(MOST)
 
 
-class Situation(NamedTuple):
-    """Who decides about a call, and what the decision depends on."""
+class PlanRequest:
+    """What a plan is asked for: a graph and the arguments of a call, and what the plan may depend on."""
 
-    schedules: Schedules
-    sizes: tuple[int, ...]
-    facts: Mapping[str, Any]
+    def __init__(self, graph: AnalyzedGraph, args: Sequence[Any], facts: Mapping[str, Any]) -> None:
+        self.graph, self.args, self.facts = graph, args, facts
+        self.sizes = graph.sizes(args)
+        self.own_keys: dict[PlanCache, Hashable] = {}
+        """What schedulers said to it."""
+        self.contexts: dict[PlanCache, ScheduleContext] = {}
+        """Those that they were asked in."""
+        self._requests: Requests | None = None
+
+    @cached_property
+    def batch(self) -> tuple[Spaces, dict[sympy.Symbol, int]]:
+        """The symbols that stand for the batch, and what all symbols are worth."""
+        return self.graph.spaces(self.args, self.facts)
+
+    @cached_property
+    def values(self) -> dict[sympy.Symbol, int]:
+        """What every symbol of the graph is worth, those included that no argument tells."""
+        return {**self.graph.graph.hints, **self.batch[1]}
+
+    def with_args(self, args: Sequence[Any]) -> PlanRequest:
+        """The same for other arguments of these sizes."""
+        return PlanRequest(self.graph, args, self.facts)
+
+    def context(self, cache: PlanCache, graph: OpGraph) -> ScheduleContext:
+        """For what the scheduler is only asked: one for all questions."""
+        if cache not in self.contexts:
+            self.contexts[cache] = self.new_context(graph)
+        return self.contexts[cache]
+
+    def new_context(self, graph: OpGraph) -> ScheduleContext:
+        spaces, values = graph.spaces, self.batch[1]
+        rows = values[next(iter(spaces[0]))] if spaces else 1
+        return ScheduleContext(
+            graph, batch_size=rows, has_batch=bool(spaces), device=graph.graph.device, facts=self.facts, sizes=values,
+            requests_of=self._requests_of,
+        )  # fmt: skip
+
+    def _requests_of(self, tokens: Any) -> Requests | None:
+        """Judged once: a server gives hundreds in each step."""
+        if self._requests is None:
+            self._requests = requests_of(tokens)
+        return self._requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A scheduler's decision for some arguments, not yet lowered."""
+    """A scheduler's decision for a request, not yet lowered."""
 
     plan: Plan
     graph: OpGraph
     functions: Mapping[str, Any]
     values: Mapping[sympy.Symbol, int]
+
+
+class Choice(NamedTuple):
+    """Who took a situation over, and what the scheduler that chose has to say about it."""
+
+    cache: PlanCache
+    note: Any
+
+
+@dataclass(slots=True, eq=False)
+class PlanCache:
+    """One scheduler and the plans it has made. Swapped as a whole, so a running call keeps what it started with."""
+
+    scheduler: OpSchedulerBase
+    forgotten: Callable[[], None] | None = None
+    """Called when a plan makes room for another."""
+    rules: tuple[Any, ...] | None = None
+    graphs: Bounded = field(default_factory=_table)
+    """By graph and batch: how the scheduler has it cut."""
+    facts_read: Bounded = field(default_factory=_table)
+    """By graph and sizes: the names of the facts that were read in such calls."""
+    own_keys: Bounded = field(default_factory=_table)
+    """By situation: what the scheduler's `key` said."""
+    plans: Bounded = field(init=False)
+    """By key: the plan, lowered."""
+    patterns: Bounded = field(default_factory=_table)
+    """By graph, batch and the scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
+    elastic: Bounded = field(default_factory=_table)
+    """By the same: its function, if the scheduler is elastic."""
+    paddings: Bounded = field(default_factory=_table)
+    """By graph and batch."""
+    choices: Bounded = field(default_factory=_table)
+    """By own key or situation: who decides there."""
+    others: Bounded = field(default_factory=_table)
+    """By scheduler: the caches of those that took situations over, or were tried."""
+
+    chooses: bool = field(init=False)
+    has_key: bool = field(init=False)
+    pads: bool = field(init=False)
+    is_elastic: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        scheduler = self.scheduler
+        self.plans = Bounded(MOST, self.forgotten)
+        self.chooses, self.has_key = defines(scheduler, "choose"), defines(scheduler, "key")
+        self.pads = defines(scheduler, "bucket")
+        elastic = validate.flag(scheduler.elastic, f"{type(scheduler).__name__}.elastic", ScheduleError)
+        self.is_elastic = elastic and self.has_key
+
+    def of(self, scheduler: OpSchedulerBase) -> PlanCache:
+        """The cache of another scheduler, that takes situations over."""
+        if scheduler is self.scheduler:
+            return self
+        if scheduler not in self.others:
+            self.others[scheduler] = PlanCache(scheduler, self.forgotten)
+        found: PlanCache = self.others[scheduler]
+        return found
+
+    def situation(self, request: PlanRequest) -> Hashable:
+        """The graph, the sizes, and of the facts those that were read in calls of these sizes."""
+        place = (request.graph, request.sizes)
+        names = self.facts_read.get(place)
+        return (*place, tuple([fact_value(request.facts, name) for name in names])) if names else place
+
+    def note_read(self, request: PlanRequest, names: set[str]) -> None:
+        """From now on the values of these facts are a part of such situations."""
+        if names:
+            place = (request.graph, request.sizes)
+            self.facts_read[place] = tuple(sorted({*self.facts_read.get(place, ()), *names}))
+
+    def choose(self, key: Hashable, scheduler: OpSchedulerBase, note: Any) -> None:
+        """From now on it decides there. Plans of those that were only tried go, with their memory and graphs."""
+        self.choices[key] = Choice(self.of(scheduler), note)
+        used = {id(choice.cache) for choice in self.choices.values()}
+        for other in self.others.values():
+            if id(other) not in used:
+                other.plans.clear()
+
+    def all_plans(self) -> list[Plan]:
+        """Its own, and those of schedulers that it has chosen."""
+        chosen = {id(c.cache): c.cache for c in self.choices.values() if c.cache is not self}
+        made = [lowered.plan for lowered in self.plans.values()] + [elastic.plan for elastic in self.elastic.values()]
+        return list(dict.fromkeys([*made, *(p for c in chosen.values() for p in c.all_plans())]))
+
+
+class ReadyPlans:
+    """The plans of one graph that sizes and facts alone tell: the short way of a call, past the scheduler's tables."""
+
+    __slots__ = ("__weakref__", "_names", "_plans", "epoch")
+
+    def __init__(self, epoch: object) -> None:
+        self.epoch = epoch
+        """Of the planner. When it has another one, nothing here holds any more."""
+        self._names: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._plans: dict[tuple[Any, ...], Lowered] = {}
+
+    def find(self, sizes: tuple[int, ...], facts: Mapping[str, Any]) -> Lowered | None:
+        names = self._names.get(sizes)
+        if not names or not facts:
+            return self._plans.get((sizes, None))
+        read = []
+        for name in names:
+            fact = facts.get(name)
+            read.append(fact if type(fact) in PLAIN and name else fact_value(facts, name))
+        return self._plans.get((sizes, tuple(read)))
+
+    def remember(self, request: PlanRequest, names: set[str], lowered: Lowered) -> None:
+        """`names`: the facts that were read on the way to this plan."""
+        if len(self._plans) >= MOST:
+            self._plans.clear()
+            self._names.clear()
+        facts, sizes = request.facts, request.sizes
+        known = self._names[sizes] = tuple(sorted(names.union(self._names.get(sizes, ()))))
+        read = tuple([fact_value(facts, name) for name in known]) if known and facts else None
+        self._plans[sizes, read] = lowered

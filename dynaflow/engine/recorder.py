@@ -8,7 +8,7 @@ from typing import Any, Protocol
 class Recorder(Protocol):
     """Notes the calls of all compiled models in the process."""
 
-    def run(self, marked: Any, args: list[Any], engine: Any) -> Any:
+    def run(self, marked: Any, args: list[Any], planner: Any) -> Any:
         """Runs a plan that takes marks, and notes them."""
 
     def missed(self, reason: str) -> None:

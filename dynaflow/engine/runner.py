@@ -3,209 +3,212 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import sympy
 from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.batch_analysis.input_aliasing import Overlap, Sharing, written_inputs
-from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
-from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.engine import recorder
+from dynaflow.engine.analyzed_graph import AnalyzedGraph
+from dynaflow.engine.plan_cache import PlanCache, PlanRequest, ReadyPlans
+from dynaflow.engine.planner import Planner
 from dynaflow.engine.verify import verified_run
 from dynaflow.errors import NOT_FAILURES, DynaFlowError, PlanError, fall_back
-from dynaflow.partition.op_graph import OpGraph
+from dynaflow.lower.executable import Lowered
 from dynaflow.runtime.cuda_lanes import capturing
-from dynaflow.schedule.split import request_count
-
-if TYPE_CHECKING:
-    from dynaflow.engine.engine import Engine
-    from dynaflow.engine.plan_cache import Situation
-    from dynaflow.engine.trials import Trials
-    from dynaflow.lower.executable import Lowered
-
-Spaces = tuple[frozenset[sympy.Symbol], ...]
-
-
-class PlanReady(BaseException):
-    """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`."""
-
-    def __init__(self, lowered: Lowered, note: Any, trials: Trials) -> None:
-        self.lowered, self.plan, self.graph = lowered, lowered.plan, lowered.graph
-        self.note, self.trials = note, trials
 
 
 class GraphRunner:
     """One captured graph, as Dynamo calls it."""
 
-    def __init__(self, engine: Engine, graph: CapturedGraph) -> None:
-        # Dynamo keeps runners for as long as the model's code lives: a compiled object's engine must not be.
-        self._engine: Callable[[], Engine | None] = weakref.ref(engine) if engine.owned else lambda: engine
+    def __init__(self, planner: Planner, graph: AnalyzedGraph, verify: bool, owner: Any = None) -> None:
+        """`owner`: lives as long as this does."""
+        self._planner, self._owner, self._verify = weakref.ref(planner), owner, verify
         self.graph = graph
-        self.plain: str | None = None
-        """Why the graph runs plainly, if it does."""
-        idle = graph.idle
-        self._numbers = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
-        self._probes: dict[Spaces, Any] = {}
-        self.partitions: dict[Any, OpGraph] = {}
-        """By the batch's symbols and a scheduler's rules."""
-        self._sharing = Sharing() if graph.phase == "inference" else None  # AOTAutograd's passes are looked at together
+        captured = graph.graph
+        self._sharing = Sharing() if captured.phase == "inference" else None
+        """Looks at inputs that share memory; None if the graph writes none. AOTAutograd's passes are looked at
+        together, elsewhere."""
         self._others: dict[tuple[tuple[int, int], ...] | None, GraphRunner] = {}
         """For calls whose inputs share memory: by the positions of those in step, or None where some are not."""
-
-    def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple([args[n] for n in self._numbers])
-
-    def probe(self, spaces: Spaces) -> Any:
-        """The facts of the graph's nodes; with no batch when none can be followed; None when all fails."""
-        if spaces not in self._probes:
-            try:
-                self._probes[spaces] = probe(self.graph, spaces)
-            except Unschedulable as e:
-                self.plain = str(e)
-                self._probes[spaces] = None
-            except Contradiction as e:
-                self.plain = None if spaces else str(e)
-                self._probes[spaces] = self.probe(()) if spaces else None
-        return self._probes[spaces]
-
-    def spaces(self, args: Sequence[Any], facts: Mapping[str, Any]) -> tuple[Spaces, dict[sympy.Symbol, int]]:
-        """The symbols that stand for the batch of a call, and what all symbols are worth in it."""
-        values = self.graph.symbol_values(args)
-        return self.graph.batch_spaces(values, request_count(facts.get("num_tokens"))), values
+        self._ready: Callable[[], ReadyPlans | None] = type(None)
+        """Belong to the planner: this lives as long as Dynamo's code of the model, which may outlive the plans."""
+        self._changes_arguments = bool(captured.shards or captured.numbers.positions)
 
     def __call__(self, *args: Any) -> Any:
         return self.boxed(list(args))
 
     def boxed(self, args: list[Any]) -> Any:
         """As AOTAutograd calls it. From here on there is one list, which whoever uses the arguments may empty."""
-        engine = self._engine()
-        assert engine is not None, "called by a compiled model that is gone"
-        for i in self.graph.shards:
-            args[i] = _torch.shard_of(args[i])
-        numbers = self.graph.numbers
-        if not numbers.positions:
-            return self._results(engine, args)
-        made = numbers.made(args)
-        return numbers.put_back(made, self._results(engine, args))
+        planner, ready = self._planner(), self._ready()
+        if planner is not None and ready is not None and ready.epoch is planner.epoch:
+            local, facts, sharing = planner.local, planner.own_facts, self._sharing
+            if facts is None or local.facts:
+                facts = planner.facts()
+            lowered = ready.find(tuple(map(args.__getitem__, self.graph.size_positions)), facts)
+            quiet = recorder.now is None and not local.plan_only
+            if lowered is not None and quiet and (sharing is None or not sharing.find(args)):
+                stats = planner.stats
+                stats.replays += 1
+                stats.runs += 1
+                stats.sequential_runs += lowered.sequential
+                stats.joined_bytes = lowered.joined_bytes
+                try:
+                    return lowered.run(args)
+                except Exception as e:
+                    lowered.explain(e)
+                    raise
+        return self._planned(args)
 
-    def _results(self, engine: Engine, args: list[Any]) -> Any:
-        if self.plain is not None:
-            return self._unscheduled(engine, args)
+    def _planned(self, args: list[Any]) -> Any:
+        """The long way: a plan is looked for, and made if there is none."""
+        planner = self._planner()
+        assert planner is not None, "called by a compiled model that is gone"
+        if not self._changes_arguments:
+            return self._results(planner, args)
+        captured = self.graph.graph
+        for i in captured.shards:
+            args[i] = _torch.shard_of(args[i])
+        numbers = captured.numbers
+        if not numbers.positions:
+            return self._results(planner, args)
+        made = numbers.made(args)
+        return numbers.put_back(made, self._results(planner, args))
+
+    def _results(self, planner: Planner, args: list[Any]) -> Any:
+        if self.graph.plain is not None:
+            return self._unscheduled(planner, args)
+        epoch = planner.epoch
         try:
-            runner = self if self._sharing is None else self._for_memory_of(args, engine)
-            situation = engine.situation(runner, args)
-            padding = engine.padding(runner, situation, args) if situation.schedules.has_buckets else None
+            runner = self.for_memory_of(args, planner)
+            request = planner.request(runner.graph, args)
+            cache = planner.decider(request)
+            padding = planner.padding(cache, request) if cache.pads else None
         except NOT_FAILURES:
             raise
         except Exception as e:
-            self.run_plainly(fall_back(e, engine.name))
-            return self._unscheduled(engine, args)
+            self.run_plainly(fall_back(e, planner.name))
+            return self._unscheduled(planner, args)
         if padding is None:
-            return runner._run(engine, situation, args)
+            return runner._run(planner, cache, request, epoch)
         how, batch = padding
-        run = lambda grown: runner._run(engine, situation._replace(sizes=runner.sizes(grown)), grown)  # noqa: E731
-        return how.run(run, args, batch)
+        return how.run(lambda grown: runner._run(planner, cache, request.with_args(grown), None), args, batch)
 
-    def _for_memory_of(self, args: list[Any], engine: Engine) -> GraphRunner:
-        """The runner for inputs that share memory as these do: this one, unless one is written that others see."""
-        sharing = self._known_sharing()
-        found = sharing.find(args) if sharing is not None else ()
-        if sharing is None or not found:
-            return self
-        if sharing.written is None:
-            with engine.lock:
-                if self.probe(self.spaces(args, engine.facts())[0]) is None:
-                    self.run_plainly(self.plain or "")
-            return self._for_memory_of(args, engine)
-        clash, pairs = self._clash(found, args, engine), tuple((overlap.one, overlap.other) for overlap in found)
-        with engine.lock:
-            if (key := None if clash else pairs) not in self._others:
-                other = self._others[key] = GraphRunner(engine, self.graph.sharing(pairs))
-                other._sharing = None
-                if clash:
-                    other.run_plainly(clash.told([given.name for given in self.graph.inputs]))
-            return self._others[key]
-
-    def _clash(self, found: tuple[Overlap, ...], args: Sequence[Any], engine: Engine) -> Overlap | None:
-        """The first overlap that can't be split."""
-        if self.graph.grad:  # autograd sees that a slice was written by the version of all of it
-            return found[0]
-        with engine.lock:
-            spaces, values = self.spaces(args, engine.facts())
-            probe = self.probe(spaces)
-        return next((o for o in found if probe is None or not o.in_step(self.graph, probe, values)), None)
-
-    def _known_sharing(self) -> Sharing | None:
-        """What looks at the arguments; None once it is known that the graph writes none of them."""
-        if self._sharing is not None and self._sharing.written is None:
-            known = next((p for p in self._probes.values() if p is not None), None)
-            if self.plain or known is not None:
-                written = written_inputs(self.graph, known) if known is not None else frozenset()
-                self._sharing = Sharing(written) if written else None
-        return self._sharing
-
-    def run_plainly(self, why: str) -> None:
-        """From now on, the graph as it is, whatever its inputs share."""
-        engine = self._engine()
-        assert engine is not None, "called by a compiled model that is gone"
-        self.plain, self._sharing = why, None
-        engine.stats.plain_graphs += 1
-        engine.stats.plain_reasons.append(why)
-
-    def _run(self, engine: Engine, situation: Situation, args: list[Any]) -> Any:
+    def _run(self, planner: Planner, cache: PlanCache, request: PlanRequest, epoch: object) -> Any:
+        """`epoch`: of the planner, before it was asked; None if what is found is not for the call's own arguments."""
+        args: list[Any] = request.args  # type: ignore[assignment]
         try:
-            lowered = engine.find(self, situation, args)
+            lowered = planner.find(cache, request)
         except NOT_FAILURES:
             raise
         except Exception as e:  # nothing of the graph has run so far
-            self.run_plainly(fall_back(e, engine.name))
+            self.run_plainly(fall_back(e, planner.name))
             lowered = None
         if lowered is None:
-            return self._unscheduled(engine, args)
-        if engine.local.plan_only:
-            raise PlanReady(lowered, engine.note(self, args), engine.trials(self, args))
-        active, stats = recorder.now, engine.stats
+            return self._unscheduled(planner, args)
+        if planner.local.plan_only:
+            raise planner.ready(request, lowered)
+        active, stats = recorder.now, planner.stats
         stats.runs += 1
-        stats.sequential_runs += lowered.plan.sequential
+        stats.sequential_runs += lowered.sequential
         stats.joined_bytes = lowered.joined_bytes
-        if engine.verify and not lowered.verified:
-            sizes = {**self.graph.hints, **self.graph.symbol_values(args)}
-            result = verified_run(lowered, args, lambda: engine.lowerer.whole(self.graph, sizes))
+        if self._verify and not lowered.verified:
+            captured, sizes = self.graph.graph, request.values
+            result = verified_run(lowered, args, lambda: planner.lowerer.whole(captured, sizes))
             lowered.verified = True
             stats.verified += 1
             if active is not None:
                 active.missed("it was compared with the plain model")
             return result
         if active is None:
+            if epoch is not None and not (cache.pads or cache.elastic or self._changes_arguments):
+                self._remember(planner, request, epoch, lowered)
             return lowered(args)
-        marked = engine.marked(lowered)
+        marked = planner.marked(lowered)
         if marked.marks is not None and marked.marks.cuda and capturing():
             active.missed("it was captured in a CUDA graph by the caller")
             return lowered(args)
-        return active.run(marked, args, engine)
+        return active.run(marked, args, planner)
 
-    def _unscheduled(self, engine: Engine, args: list[Any]) -> Any:
-        why = f"the graph runs plainly: {self.plain}"
-        if engine.local.plan_only:
+    def _remember(self, planner: Planner, request: PlanRequest, epoch: object, lowered: Lowered) -> None:
+        """From now on such calls find it at once."""
+        self._sharing = self._known_sharing()
+        plans = self._ready()
+        if plans is None or plans.epoch is not epoch:
+            plans = planner.ready_plans[self] = ReadyPlans(epoch)
+            self._ready = weakref.ref(plans)
+        plans.remember(request, planner.facts_read(request), lowered)
+
+    def for_memory_of(self, args: list[Any], planner: Planner) -> GraphRunner:
+        """The runner for inputs that share memory as these do: this one, unless one is written that others see."""
+        sharing = self._known_sharing()
+        found = sharing.find(args) if sharing is not None else ()
+        if sharing is None or not found:
+            return self
+        if sharing.written is None:
+            with planner.lock:
+                if self.graph.probe(self.graph.spaces(args, planner.facts())[0]) is None:
+                    self.run_plainly(self.graph.plain or "")
+            return self.for_memory_of(args, planner)
+        captured = self.graph.graph
+        clash, pairs = self._clash(found, args, planner), tuple((overlap.one, overlap.other) for overlap in found)
+        with planner.lock:
+            if (key := None if clash else pairs) not in self._others:
+                graph = AnalyzedGraph(captured.sharing(pairs))
+                other = self._others[key] = GraphRunner(planner, graph, self._verify, self._owner)
+                other._sharing = None
+                if clash:
+                    other.run_plainly(clash.told([given.name for given in captured.inputs]))
+            return self._others[key]
+
+    def _clash(self, found: tuple[Overlap, ...], args: Sequence[Any], planner: Planner) -> Overlap | None:
+        """The first overlap that can't be split."""
+        captured = self.graph.graph
+        if captured.grad:  # autograd sees that a slice was written by the version of all of it
+            return found[0]
+        with planner.lock:
+            spaces, values = self.graph.spaces(args, planner.facts())
+            probe = self.graph.probe(spaces)
+        return next((o for o in found if probe is None or not o.in_step(captured, probe, values)), None)
+
+    def _known_sharing(self) -> Sharing | None:
+        """What looks at the arguments; None once it is known that the graph writes none of them."""
+        if self._sharing is not None and self._sharing.written is None:
+            known = self.graph.known_probe
+            if self.graph.plain or known is not None:
+                written = written_inputs(self.graph.graph, known) if known is not None else frozenset()
+                self._sharing = Sharing(written) if written else None
+        return self._sharing
+
+    def run_plainly(self, why: str) -> None:
+        """From now on, the graph as it is, whatever its inputs share."""
+        planner = self._planner()
+        assert planner is not None, "called by a compiled model that is gone"
+        self.graph.plain, self._sharing, self._ready = why, None, type(None)
+        planner.stats.plain_graphs += 1
+        planner.stats.plain_reasons.append(why)
+
+    def _unscheduled(self, planner: Planner, args: list[Any]) -> Any:
+        why = f"the graph runs plainly: {self.graph.plain}"
+        if planner.local.plan_only:
             raise PlanError(why, advice="see stats.plain_reasons")
         if recorder.now is not None:
             recorder.now.missed(why)
-        return engine.operators.as_it_is(self.graph.gm)(args)
+        return planner.lowerer.operators.as_it_is(self.graph.graph.gm)(args)
 
 
 class PlainRunner:
     """A graph that runs as it was captured, as Dynamo calls it."""
 
-    def __init__(self, engine: Engine, gm: fx.GraphModule, why: str) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, planner: Planner, gm: fx.GraphModule, why: str) -> None:
+        self._planner = weakref.ref(planner)
         self._gm, self._why = gm, f"the graph runs plainly: {why}"
 
     def __call__(self, *args: Any) -> Any:
-        engine = self._engine()
-        if engine is not None and engine.local.plan_only:
+        planner = self._planner()
+        if planner is not None and planner.local.plan_only:
             raise PlanError(self._why, advice="see stats.plain_reasons")
         if recorder.now is not None:
             recorder.now.missed(self._why)

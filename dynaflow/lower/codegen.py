@@ -76,6 +76,8 @@ def generate(
 ) -> Code:
     """`hook`: the code calls `on_task(task, "start" | "stop")` around every task. `marks`: it takes a list of them.
 
+    Two of the code's globals are to be set: `on_task`, for a hook, and `new_call(locks)`, for lanes that are threads.
+
     Each of the `segments` becomes a function by itself, `segment_0`, ..., called under the name `graph_0`, ...
     """
     out = _Writer(marks, cuda)
@@ -109,6 +111,10 @@ def _put(run: weakref.ref[FunctionType], name: str, call: Any) -> None:
 def forget(filename: str) -> None:
     """Takes the source back out of linecache once its plan is gone."""
     linecache.cache.pop(filename, None)
+
+
+def _parameters(program: Program) -> str:
+    return "args, memory" if program.views else "args"
 
 
 def _arguments(out: _Writer, program: Program) -> None:
@@ -198,7 +204,7 @@ def _call_segment(out: _Writer, program: Program, number: int, segment: Segment)
 
 
 def _single(out: _Writer, program: Program, hook: bool, segments: Sequence[Segment], cuda: bool) -> None:
-    out.line("def run(args, on_task, memory):")
+    out.line(f"def run({_parameters(program)}):")
     out.indent += 1
     _arguments(out, program)
     if out.marks and cuda:
@@ -232,11 +238,12 @@ def _signals(program: Program) -> dict[int, list[tuple[int, int]]]:
 def _threads(out: _Writer, program: Program, hook: bool) -> None:
     signals = _signals(program)
     waits = sorted(pair for pairs in signals.values() for pair in pairs)
-    out.line("def run(args, on_task, memory, call):")
+    out.line(f"def run({_parameters(program)}):")
     out.indent += 1
     _arguments(out, program)
+    out.line(f"call = new_call({len(waits)})")
     if waits:
-        out.line(f"{', '.join(f'w{n}' for n, _ in waits)}{',' if len(waits) == 1 else ''} = call.locks({len(waits)})")
+        out.line(f"{', '.join(f'w{n}' for n, _ in waits)}{',' if len(waits) == 1 else ''} = call.locks")
     out.line("failed = call.failed")
     if program.variables:
         out.line(" = ".join(program.variables) + " = None")
@@ -262,14 +269,14 @@ def _threads(out: _Writer, program: Program, hook: bool) -> None:
                 out.line(f"w{n}.release()")
         out.line("return")
         out.indent -= 1
-    out.line(f"call.run(({', '.join(f'lane_{n}' for n in range(len(program.lanes)))},))")
+    out.line(f"call.run({', '.join(f'lane_{n}' for n in range(len(program.lanes)))})")
     _end(out, program)
 
 
 def _streams(out: _Writer, program: Program, hook: bool, segments: Sequence[Segment]) -> None:
     signals = _signals(program)
     number = {lane: i for i, lane in enumerate(program.lanes)}
-    out.line("def run(args, on_task, memory, streams, events, set_stream):")
+    out.line(f"def run({_parameters(program)}, streams, events, set_stream):")
     out.indent += 1
     streams = [f"s{i}" for i in number.values()]
     caller = "caller" if program.partitioned else "s0"

@@ -29,6 +29,7 @@ class Lowered:
         all_values: Callable[[list[Any]], dict[int, Any]] | None = None,
     ) -> None:
         self.plan = replace(plan, code=code.source if code else "")
+        self.sequential = plan.sequential
         self.graph = graph
         self.run = run
         self.all_values = all_values
@@ -51,10 +52,13 @@ class Lowered:
         try:
             return self.run(args)
         except Exception as e:
-            where = self.tasks_of(e)
-            if where:
-                e.add_note(f"dynaflow: in {where}")
+            self.explain(e)
             raise
+
+    def explain(self, error: Exception) -> None:
+        """Has an error say in which task it was raised."""
+        if where := self.tasks_of(error):
+            error.add_note(f"dynaflow: in {where}")
 
     def marked(self, row: bool = False) -> Lowered:
         """The same with marks, for a recording. This one stays as it is."""

@@ -176,25 +176,22 @@ class Lowerer:
         self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool | None
     ) -> Boxed:
         """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
-        run, hook = code.run, self._hook(plan)
-        issue: Callable[[list[Any], Any], Any]
-        if len(plan.lanes) < 2 and not plan.partitioned:
-            issue = lambda args, memory: run(args, hook, memory)  # noqa: E731
-        elif device.type == "cuda":
-            stream_run = StreamRun(run, device, plan.lanes, event_count(program), self.streams, self.graphs.streams)
-            issue = lambda args, memory: stream_run(args, hook, memory)  # noqa: E731
-        else:
-            pool = self.threads
-            shares = tuple(lane.sms for lane in plan.lanes) if plan.partitioned else ()
-            issue = lambda args, memory: run(args, hook, memory, Call(pool, shares))  # noqa: E731
+        run = code.run
+        code.names["on_task"] = self._hook(plan)
+        if len(plan.lanes) > 1 or plan.partitioned:
+            if device.type == "cuda":
+                run = StreamRun(run, device, plan.lanes, event_count(program), self.streams, self.graphs.streams)
+            else:
+                shares = tuple(lane.sms for lane in plan.lanes) if plan.partitioned else ()
+                code.names["new_call"] = partial(Call, self.threads, shares)
         if not program.views:
-            return lambda args: issue(args, ())
+            return run
         arena = Arena(tuple(program.views.values()), program.arena_bytes, device, blocks)
 
         def with_memory(args: list[Any]) -> Any:
             block, memory = arena.take()
             try:
-                return issue(args, memory)
+                return run(args, memory)
             finally:
                 arena.give(block)
 

@@ -418,7 +418,13 @@ class _Maker:
         return self.slices[key]
 
     def _join(
-        self, value: Value, names: list[str], join: Join | Regroup, parts: Parts, step: Step | None, keep: bool
+        self,
+        value: Value,
+        names: list[str],
+        join: Callable[..., torch.Tensor],
+        parts: Parts,
+        step: Step | None,
+        keep: bool,
     ) -> str:
         name = f"j{value.index}_{len(self.program.names)}"
         assert value.shape is not None

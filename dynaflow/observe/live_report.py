@@ -11,8 +11,7 @@ import torch
 from dynaflow.core.device import device_for
 from dynaflow.cost.costs import Costs, Profile
 from dynaflow.cost.simulate import simulate
-from dynaflow.engine.engine import Engine
-from dynaflow.engine.runner import PlanReady
+from dynaflow.engine.planner import Planner, PlanReady
 from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import RecordingError
 from dynaflow.lower.executable import Lowered
@@ -25,17 +24,17 @@ from dynaflow.tune.profile import Profiler
 WARM_UP, ROUNDS = 3, 9
 
 
-def reported_now(ready: PlanReady, engine: Engine, profile: Profile | None = None) -> Report:
+def reported_now(ready: PlanReady, planner: Planner, profile: Profile | None = None) -> Report:
     plan, trials, device = ready.plan, ready.trials, ready.graph.graph.device
     try:
         snapshot = Snapshot(ready.graph, trials.args)
     except NoRoom as e:
         raise RecordingError(str(e), advice="record calls of your own with df.record(), and report on these") from e
-    runs = {"plan": engine.marked(ready.lowered)}
+    runs = {"plan": planner.marked(ready.lowered)}
     if not plan.sequential:
-        runs["sequence"] = engine.marked(trials.lowered(Sequential()))
+        runs["sequence"] = planner.marked(trials.lowered(Sequential()))
         if len(plan.lanes) > 1 and not plan.partitioned:  # with shares no lane has the device for itself
-            runs["row"] = engine.marked(ready.lowered, row=True)
+            runs["row"] = planner.marked(ready.lowered, row=True)
     found: dict[str, list[Recorded]] = {name: [] for name in runs}
     grad = torch.is_grad_enabled() and ready.graph.graph.phase == "inference"
     cards = range(torch.cuda.device_count()) if device.type == "cuda" else []
@@ -44,7 +43,7 @@ def reported_now(ready: PlanReady, engine: Engine, profile: Profile | None = Non
             for turn in range(WARM_UP + ROUNDS):  # a recording each: a CUDA graph tells its last launch alone
                 for name, marked in runs.items():
                     snapshot.restore()
-                    recorded = _recorded(marked, trials.args, engine)
+                    recorded = _recorded(marked, trials.args, planner)
                     if turn >= WARM_UP:
                         found[name].append(recorded)
         finally:
@@ -58,9 +57,9 @@ def reported_now(ready: PlanReady, engine: Engine, profile: Profile | None = Non
     return reported(ours, calls=ROUNDS, sequence=sequence, alone=alone, predicted=_predicted(ready, profile))
 
 
-def _recorded(marked: Lowered, args: Sequence[Any], engine: Engine) -> Recorded:
+def _recorded(marked: Lowered, args: Sequence[Any], planner: Planner) -> Recorded:
     with unheard() as recording:
-        recording.run(marked, list(args), engine)
+        recording.run(marked, list(args), planner)
     (recorded,) = recording.plans
     if not recorded.timed:
         raise RecordingError(f"the times of tasks can't be told: {recorded.calls[0].note}")

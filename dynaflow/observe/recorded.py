@@ -12,7 +12,7 @@ from dynaflow.core.device import device_for
 from dynaflow.core.plan import Plan
 from dynaflow.core.plan_text import Span, draw
 from dynaflow.cost.costs import Costs
-from dynaflow.engine.engine import Engine
+from dynaflow.engine.planner import Planner
 from dynaflow.lower.timing import Marks
 from dynaflow.observe.document import Counter, Document
 from dynaflow.observe.timelines import of_spans
@@ -55,7 +55,7 @@ class Call:
 class Recorded:
     """The calls of one plan."""
 
-    def __init__(self, calls: list[Call], marks: Marks, owner: weakref.ref[Engine]) -> None:
+    def __init__(self, calls: list[Call], marks: Marks, owner: weakref.ref[Planner]) -> None:
         first = calls[0]
         self.owner = owner
         self.model, self.phase, self.plan, self.calls = first.model, first.phase, first.plan, tuple(calls)

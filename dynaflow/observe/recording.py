@@ -24,7 +24,7 @@ from dynaflow import _torch
 from dynaflow.core import forks, validate
 from dynaflow.core.plan_text import Span
 from dynaflow.engine import recorder
-from dynaflow.engine.engine import Engine
+from dynaflow.engine.planner import Planner
 from dynaflow.errors import RecordingError, shown
 from dynaflow.lower.executable import Lowered
 from dynaflow.lower.timing import Marks
@@ -77,7 +77,7 @@ class _Raw(NamedTuple):
     end: float
     thread: str
     model: str
-    owner: weakref.ref[Engine]
+    owner: weakref.ref[Planner]
     """Which of the models of that name. An address would be that of the next model once this one is gone."""
     memory: int | None
 
@@ -99,7 +99,7 @@ class Recording:
 
     # While it is on
 
-    def run(self, marked: Lowered, args: list[Any], engine: Engine) -> Any:
+    def run(self, marked: Lowered, args: list[Any], planner: Planner) -> Any:
         """Runs a plan that takes marks, and notes them."""
         marks = marked.marks
         assert marks is not None
@@ -112,8 +112,8 @@ class Recording:
         results = marked(args)
         end = time.perf_counter()
         memory = _allocated(device) if marks.cuda else None
-        thread, owner = threading.current_thread().name, weakref.ref(engine)
-        raw = _Raw(marks, moments, begin, end, thread, engine.name, owner, memory)
+        thread, owner = threading.current_thread().name, weakref.ref(planner)
+        raw = _Raw(marks, moments, begin, end, thread, planner.name, owner, memory)
         with self._lock:
             if self.ended is None:
                 kept = self._raw.setdefault(marks.key, deque())
@@ -207,10 +207,10 @@ class Recording:
             advice = "name a file in a folder that is there"
             raise RecordingError(f"{shown(path)} can't be written: {e}", advice=advice) from e
 
-    def report(self, engine: Engine | None = None) -> Report:
+    def report(self, planner: Planner | None = None) -> Report:
         """Of the plan that took most of the time, of all models or of one. What the uncut graph takes is known if it
         was recorded too."""
-        found = [p for p in self.plans if p.timed and (engine is None or p.owner() is engine)]
+        found = [p for p in self.plans if p.timed and (planner is None or p.owner() is planner)]
         if not found:
             raise RecordingError(f"no times of tasks were recorded: {self}", advice="call a compiled model inside")
         most = max(found, key=lambda p: (not p.plan.sequential, p.seconds))

@@ -5,10 +5,11 @@ A lane's share is a number of threads; priorities have no effect here.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from _thread import LockType, allocate_lock
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 
 from dynaflow.core import forks
 
-Job = Callable[[], None]
+Lane = Callable[[], None]
+Job = tuple["Call", Lane, LockType]
+"""A lane of a call, and what is released at its end."""
 
 
 class LanePool:
@@ -29,18 +32,26 @@ class LanePool:
         self._finalizer = weakref.finalize(self, _stop, self._queues)
         forks.tell(self)
 
-    def submit(self, jobs: list[Job]) -> None:
-        """Job i goes to worker i. All at once, so that two callers' jobs stand in one order in every queue."""
-        with self._lock:
-            if len(self._queues) < len(jobs):
-                _settle_math_library()
-            while len(self._queues) < len(jobs):
-                queue: SimpleQueue[Job | None] = SimpleQueue()
-                self._queues.append(queue)
-                name = f"dynaflow-lane-{len(self._queues)}"
-                threading.Thread(target=_work, args=(queue,), name=name, daemon=True).start()
-            for queue, job in zip(self._queues, jobs, strict=False):
-                queue.put(job)
+    def give_out(self, call: Call, lanes: Sequence[Lane]) -> list[LockType]:
+        """Lane i goes to worker i. Returns what is released when they end."""
+        done = []
+        with self._lock:  # all at once, so that two callers' jobs stand in one order in every queue
+            if len(self._queues) < len(lanes):
+                self._start(len(lanes))
+            for queue, lane in zip(self._queues, lanes, strict=False):
+                lock = allocate_lock()
+                lock.acquire()
+                done.append(lock)
+                queue.put((call, lane, lock))
+        return done
+
+    def _start(self, count: int) -> None:
+        _settle_libraries(os.getpid())
+        while len(self._queues) < count:
+            queue: SimpleQueue[Job | None] = SimpleQueue()
+            self._queues.append(queue)
+            name = f"dynaflow-lane-{len(self._queues)}"
+            threading.Thread(target=_work, args=(queue,), name=name, daemon=True).start()
 
     def after_fork(self) -> None:
         self._queues.clear()  # of workers that are the parent's
@@ -50,13 +61,15 @@ class LanePool:
 
 
 @cache
-def _settle_math_library() -> None:
-    """Calls each vector function once, on one thread.
+def _settle_libraries(process: int) -> None:
+    """Has libraries that lanes would come to first, all at once, do what they do once in a process.
 
     When two lanes made the process's first calls of `sin` at once, one of them was now and then off by 1e-4 (torch
     2.13, MKL), and exact from then on: as if the library were still choosing its variant. After a call beforehand this
-    was not seen again.
+    was not seen again. In a forked child torch makes its pool of threads anew when it is first asked for, and another
+    thread that asks meanwhile finds none ("Invalid thread pool", torch 2.13).
     """
+    torch.set_num_threads(torch.get_num_threads())
     names = ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10",
              "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh")  # fmt: skip
     for dtype in (torch.float32, torch.float64):
@@ -67,8 +80,18 @@ def _settle_math_library() -> None:
 
 def _work(queue: SimpleQueue[Job | None]) -> None:
     while (job := queue.get()) is not None:
-        job()
+        _run(*job)
         del job  # or an idle worker would keep the last call's tensors alive
+
+
+def _run(call: Call, lane: Lane, done: LockType) -> None:
+    try:
+        with call.state:
+            lane()
+    except BaseException as e:
+        call.fail(e)
+    finally:
+        done.release()
 
 
 def _stop(queues: list[SimpleQueue[Job | None]]) -> None:
@@ -79,54 +102,36 @@ def _stop(queues: list[SimpleQueue[Job | None]]) -> None:
 class Call:
     """One run of a plan over several lanes. A failure in one lane lets the others go, and is raised at the end."""
 
-    __slots__ = ("_locks", "_pool", "_shares", "failed")
+    __slots__ = ("_pool", "_shares", "failed", "locks", "state")
 
-    def __init__(self, pool: LanePool, shares: tuple[int | None, ...] = ()) -> None:
+    def __init__(self, pool: LanePool, shares: tuple[int | None, ...], locks: int) -> None:
+        """`locks`: so many closed gates; the waiting task acquires, the awaited one releases."""
         self._pool, self._shares = pool, shares
-        self._locks: list[LockType] = []
         self.failed: list[BaseException] = []
-
-    def locks(self, count: int) -> list[LockType]:
-        """Closed gates: the waiting task acquires, the awaited one releases."""
-        self._locks = [allocate_lock() for _ in range(count)]
-        for lock in self._locks:
+        self.locks: list[LockType] = []
+        for _ in range(locks):
+            lock = allocate_lock()
             lock.acquire()
-        return self._locks
+            self.locks.append(lock)
 
-    def run(self, lanes: tuple[Callable[[], None], ...]) -> None:
+    def run(self, *lanes: Lane) -> None:
         if self._shares:
             usual = torch.get_num_threads()
             lanes = tuple(_with_threads(lane, n or usual, usual) for lane, n in zip(lanes, self._shares, strict=True))
-        first, *others = lanes
-        state = ThreadState.now()
-        done = [allocate_lock() for _ in others]
-        for lock in done:
-            lock.acquire()
-        self._pool.submit([self._job(lane, lock, state) for lane, lock in zip(others, done, strict=True)])
+        self.state = ThreadState()
+        done = self._pool.give_out(self, lanes[1:])
         try:
-            first()
+            lanes[0]()
         except BaseException as e:
-            self._fail(e)
+            self.fail(e)
         for lock in done:
             lock.acquire()
         if self.failed:
             raise self.failed[0]
 
-    def _job(self, lane: Callable[[], None], done: LockType, state: ThreadState) -> Job:
-        def job() -> None:
-            try:
-                with state:
-                    lane()
-            except BaseException as e:
-                self._fail(e)
-            finally:
-                done.release()
-
-        return job
-
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         self.failed.append(error)
-        for lock in self._locks:  # whoever waits, now or later, goes on, sees the failure and stops
+        for lock in self.locks:  # whoever waits, now or later, goes on, sees the failure and stops
             if lock.locked():
                 try:
                     lock.release()
@@ -134,7 +139,7 @@ class Call:
                     pass  # its own task released it in between
 
 
-def _with_threads(lane: Callable[[], None], threads: int, usual: int) -> Callable[[], None]:
+def _with_threads(lane: Lane, threads: int, usual: int) -> Lane:
     """The lane, with its number of threads for as long as it runs; `usual` is the caller's number.
 
     torch.set_num_threads sets two numbers: that of the calling thread (OpenMP and MKL keep one for each), and the
@@ -157,23 +162,21 @@ def _with_threads(lane: Callable[[], None], threads: int, usual: int) -> Callabl
 class ThreadState:
     """What torch keeps per thread and a lane must share with its caller: grad, inference and autocast modes."""
 
-    __slots__ = ("_contexts", "autocast", "grad", "inference")
+    __slots__ = ("autocast", "grad", "inference")
 
-    def __init__(self, grad: bool, inference: bool, autocast: list[tuple[str, torch.dtype]]) -> None:
-        self.grad, self.inference, self.autocast = grad, inference, autocast
-
-    @staticmethod
-    def now() -> ThreadState:
-        on = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-        return ThreadState(
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), [(d, torch.get_autocast_dtype(d)) for d in on]
-        )
+    def __init__(self) -> None:
+        """Those of the thread that makes it."""
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.autocast = {}
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                self.autocast[device] = torch.get_autocast_dtype(device)
 
     def __enter__(self) -> None:
         # One state serves all lanes of a call, so what a lane opens is kept by its own thread.
         contexts: list[Any] = [torch.inference_mode(self.inference)] if self.inference else []
         contexts.append(torch.set_grad_enabled(self.grad))
-        contexts += [torch.autocast(device, dtype=dtype) for device, dtype in self.autocast]
+        contexts += [torch.autocast(device, dtype=dtype) for device, dtype in self.autocast.items()]
         for context in contexts:
             context.__enter__()
         _open.contexts = contexts

@@ -147,7 +147,7 @@ class StreamRun:
         self._events = [torch.cuda.Event() for _ in range(events)]
         self._fork = torch.cuda.Event()
 
-    def __call__(self, args: list[Any], on_task: Any, memory: tuple[torch.Tensor, ...]) -> Any:
+    def __call__(self, *args: Any) -> Any:
         with self._issuing:
             captured = capturing()
             if not captured:
@@ -158,7 +158,7 @@ class StreamRun:
             for side in sides:
                 side.wait_event(self._fork)
             try:
-                return self._run(args, on_task, memory, (main, *sides), self._events, _torch.set_stream)
+                return self._run(*args, (main, *sides), self._events, _torch.set_stream)
             except BaseException:
                 if captured:  # nothing has run, and the capture is spoilt
                     raise

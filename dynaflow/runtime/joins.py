@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ class Join:
     """Puts the parts of a batch together, in the memory layout that the whole would have had."""
 
     dim: int
-    order: tuple[int, ...] | None
-    """Dims from the widest stride to the narrowest, where that is not their own order."""
+    order: tuple[int, ...]
+    """Dims from the widest stride to the narrowest, which is not their own order."""
 
     @staticmethod
-    def along(dim: int, strides: Sequence[int]) -> Join:
-        return Join(dim, _order(strides))
+    def along(dim: int, strides: Sequence[int]) -> Callable[..., torch.Tensor]:
+        order = _order(strides)
+        return partial(torch.cat, dim=dim) if order is None else Join(dim, order)
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return _ordered(parts, self.dim, self.order, torch.cat)

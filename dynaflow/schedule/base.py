@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -70,6 +71,47 @@ class OpSchedulerBase:
 
 class Sequential(OpSchedulerBase):
     """Runs the uncut graph."""
+
+
+class WrappingScheduler(OpSchedulerBase):
+    """Does some of the work, and leaves the rest to another scheduler, `inner`, as all that a subclass does not define.
+
+    But `key` is its own: what `inner` would be asked for a key is another graph, perhaps.
+    """
+
+    def __init__(self, inner: OpSchedulerBase | None = None) -> None:
+        self.inner = inner or Sequential()
+
+    @property
+    def functions(self) -> Sequence[Callable[..., Any]]:  # type: ignore[override]
+        return self.inner.functions
+
+    def partition(self) -> list[Rule]:
+        return self.inner.partition()
+
+    def schedule(self, ctx: ScheduleContext) -> Any:
+        return self.inner.schedule(ctx)
+
+    def choose(self, ctx: ScheduleContext) -> OpSchedulerBase:
+        chosen = self.inner.choose(ctx)
+        return self if chosen is self.inner else self.around(chosen)
+
+    def bucket(self, batch_size: int) -> int:
+        return self.inner.bucket(batch_size)
+
+    def around(self, inner: OpSchedulerBase) -> OpSchedulerBase:
+        """The same around another scheduler."""
+        made = copy.copy(self)
+        made.inner = inner
+        return made
+
+
+def defines(scheduler: OpSchedulerBase, method: str) -> bool:
+    """Whether there is more behind a method than OpSchedulerBase's own: of a wrapper, in what it wraps."""
+    own = getattr(WrappingScheduler, method)
+    while isinstance(scheduler, WrappingScheduler) and getattr(type(scheduler), method) is own:
+        scheduler = scheduler.inner
+    return getattr(type(scheduler), method) is not getattr(OpSchedulerBase, method)
 
 
 def checked_scheduler(scheduler: Any) -> OpSchedulerBase:

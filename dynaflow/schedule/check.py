@@ -20,7 +20,7 @@ from dynaflow.core.plan import Plan
 from dynaflow.core.plan_form import REMAKE, check_items, check_lanes, check_micro_batches, check_types
 from dynaflow.errors import PlanError, SplitError, shown
 from dynaflow.partition.op_graph import Op, OpGraph
-from dynaflow.schedule.split import request_lengths
+from dynaflow.schedule.split import Requests, requests_of
 
 
 def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int] | None = None) -> None:
@@ -35,7 +35,7 @@ def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int]
         )
     check_micro_batches(plan, batch_size)
     if len(plan.micro_batches) > 1:
-        _check_requests(plan, request_lengths(num_tokens))
+        _check_requests(plan, requests_of(num_tokens))
     if plan.sequential:
         return
     check_lanes(plan)
@@ -46,23 +46,23 @@ def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int]
     _check_collectives(plan, graph)
 
 
-def _check_requests(plan: Plan, num_tokens: Sequence[int] | None) -> None:
+def _check_requests(plan: Plan, requests: Requests | None) -> None:
     """A ragged batch is cut between its requests; others know of none."""
     ragged = [m.requests is not None for m in plan.micro_batches]
     if any(ragged) != all(ragged):
         raise SplitError("some micro-batches hold requests, and some rows alone", advice=REMAKE)
-    if num_tokens is None:
+    if requests is None:
         return
     for m in plan.micro_batches:
-        rows = sum(num_tokens[m.requests[0] : m.requests[1]]) if m.requests else None
+        rows = sum(requests[m.requests[0] : m.requests[1]]) if m.requests else None
         if rows != m.size:
             raise SplitError(
                 f"micro-batch {m.index} holds {m.size} tokens, which are not those of its requests ({m.requests})",
                 advice='split at the boundaries of facts["num_tokens"], as ctx.split does',
             )
     count = (plan.micro_batches[-1].requests or (0, 0))[1]
-    if count != len(num_tokens):
-        raise SplitError(f"the plan splits {count} requests, but the batch has {len(num_tokens)}", advice=REMAKE)
+    if count != len(requests):
+        raise SplitError(f"the plan splits {count} requests, but the batch has {len(requests)}", advice=REMAKE)
 
 
 def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:

@@ -18,7 +18,7 @@ from dynaflow.core.plan import MOST_PRIORITY, MOST_SMS, Item, Lane, MicroBatch, 
 from dynaflow.cost.costs import Costs
 from dynaflow.errors import ScheduleError, SplitError, shown, user_line
 from dynaflow.partition.op_graph import Op, OpGraph
-from dynaflow.schedule.split import parts_of, request_lengths, split_requests, split_rows
+from dynaflow.schedule.split import Requests, parts_of, requests_of, split_requests, split_rows
 
 DEFAULT_LANE = "main"
 FACT_NAMES = ""
@@ -69,8 +69,10 @@ class Facts(Mapping[str, Any]):
 class Trials(Protocol):
     """Other schedulers tried on the arguments at hand."""
 
-    args: Sequence[Any]
     cudagraph: bool
+
+    @property
+    def args(self) -> Sequence[Any]: ...
 
     def plan(self, scheduler: Any) -> Any: ...
 
@@ -91,6 +93,7 @@ class ScheduleContext:
         device: torch.device,
         facts: Mapping[str, Any],
         sizes: Mapping[sympy.Symbol, int],
+        requests_of: Callable[[Any], Requests | None] = requests_of,
     ) -> None:
         self.batch_size = batch_size
         """Rows in the batch (tokens, when it is ragged); 1 when the graph has no batch."""
@@ -109,7 +112,7 @@ class ScheduleContext:
         self.note: Any = None
         """Why it was decided so, for `fast.explain()`: anything that can be printed."""
         self.later: Callable[[ScheduleContext], Any] | None = None
-        self._graph, self._has_batch = graph, has_batch
+        self._graph, self._has_batch, self._requests_of = graph, has_batch, requests_of
         self._sequential = False
         self._tasks: list[Task] = []
         self._masks: list[int] = []
@@ -179,8 +182,8 @@ class ScheduleContext:
         """Into how many micro-batches the batch can be split at most: 1 when it can't be split at all."""
         if not self.can_split:
             return 1
-        tokens = request_lengths(self.facts.get("num_tokens"))
-        return self.batch_size if tokens is None else sum(t > 0 for t in tokens)
+        requests = self._requests_of(self.facts.get("num_tokens"))
+        return self.batch_size if requests is None else requests.filled
 
     def lane(self, name: str, *, sms: int | None = None, priority: int = 0) -> str:
         """Declares a lane that has a share of the device, or a priority, and returns its name.
@@ -359,10 +362,10 @@ class ScheduleContext:
     # Inside
 
     def _cut(self, parts: int | Sequence[int]) -> tuple[MicroBatch, ...]:
-        tokens = request_lengths(self.facts.get("num_tokens"))
-        if tokens is None or parts == 1:
+        requests = self._requests_of(self.facts.get("num_tokens"))
+        if requests is None or parts == 1:
             return split_rows(parts, self.batch_size)
-        return split_requests(parts, tokens, self.batch_size)
+        return split_requests(parts, requests, self.batch_size)
 
     def _start(self) -> None:
         """From the first question on, the split is fixed: count what each execution waits for."""

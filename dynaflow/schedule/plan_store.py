@@ -24,7 +24,8 @@ from dynaflow.schedule.check import check
 from dynaflow.schedule.context import FACT_NAMES, ScheduleContext, function_name
 from dynaflow.schedule.identity import graph_identity, judged, plan_key
 
-_PLAIN = (int, str, bool, float, NoneType)
+PLAIN = frozenset((int, str, bool, float, NoneType))
+"""Kinds of facts that are keys as they are."""
 Functions = Mapping[str, Callable[..., Any]]
 _store = Store("plans")
 
@@ -109,14 +110,14 @@ def functions_of(plan: Plan, known: Functions) -> Functions:
 
 def frozen(fact: Any) -> Any:
     """A fact as a dictionary key."""
-    if type(fact) in _PLAIN:
+    if type(fact) in PLAIN:
         return fact
     if isinstance(fact, torch.Tensor) or type(fact).__module__ == "numpy":
         return tuple(fact.reshape(-1).tolist()), tuple(fact.shape)
     if isinstance(fact, Mapping):
         return tuple(sorted(((k, frozen(v)) for k, v in fact.items()), key=repr))
     if isinstance(fact, (list, tuple)):
-        return tuple(frozen(v) for v in fact)
+        return tuple(fact) if PLAIN.issuperset(map(type, fact)) else tuple(map(frozen, fact))
     if isinstance(fact, (set, frozenset)):
         return frozenset(frozen(v) for v in fact)
     return hashable(fact, "a fact")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from dynaflow.core import validate
 from dynaflow.core.plan import MicroBatch
 from dynaflow.errors import SplitError, shown, user_line
+
+LENGTHS, GIVE_LENGTHS = 'facts["num_tokens"]', "give the length of every request in the batch: [5, 3, 8]"
 
 
 def parts_of(parts: Any, what: str) -> int | list[int]:
@@ -23,20 +28,33 @@ def parts_of(parts: Any, what: str) -> int | list[int]:
     return sizes[0] if alone else sizes
 
 
-def request_lengths(tokens: Any) -> list[int] | None:
+class Requests(list[int]):
+    """The requests of a ragged batch: the tokens of each, known to be numbers."""
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The number of tokens up to the end of each."""
+        return list(accumulate(self))
+
+    @cached_property
+    def filled(self) -> int:
+        """How many of them have tokens."""
+        return len(self) - self.count(0)
+
+
+def requests_of(tokens: Any) -> Requests | None:
     """What `facts["num_tokens"]` says of a ragged batch: the tokens of each request; None if it is not there."""
-    if tokens is None:
-        return None
-    what, advice = 'facts["num_tokens"]', "give the length of every request in the batch: [5, 3, 8]"
-    return [validate.integer(n, what, advice, least=0, error=SplitError)
-            for n in validate.several(tokens, what, advice, SplitError)]  # fmt: skip
+    if tokens is None or type(tokens) is Requests:
+        return tokens
+    several = validate.several(tokens, LENGTHS, GIVE_LENGTHS, SplitError)
+    return Requests(validate.integer(n, LENGTHS, GIVE_LENGTHS, least=0, error=SplitError) for n in several)
 
 
 def request_count(tokens: Any) -> int:
     """In each call: the lengths themselves are judged where the batch is cut."""
     if tokens is None or isinstance(tokens, (list, tuple)):
         return len(tokens or ())
-    return len(request_lengths(tokens) or ())
+    return len(validate.several(tokens, LENGTHS, GIVE_LENGTHS, SplitError))
 
 
 def split_rows(parts: int | Sequence[int], rows: int) -> tuple[MicroBatch, ...]:
@@ -57,53 +75,59 @@ def split_rows(parts: int | Sequence[int], rows: int) -> tuple[MicroBatch, ...]:
                 line=user_line(),
                 advice="give sizes that add up to ctx.batch_size",
             )
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(MicroBatch(index=i, start=a, stop=a + n) for i, (a, n) in enumerate(zip(starts, sizes, strict=True)))
+    cuts = enumerate(zip(accumulate(sizes), sizes, strict=True))
+    return tuple(MicroBatch(index=i, start=end - n, stop=end) for i, (end, n) in cuts)
 
 
-def split_requests(parts: int | Sequence[int], tokens: list[int], rows: int) -> tuple[MicroBatch, ...]:
-    """Cuts a batch of `rows` tokens between its requests, whose lengths are `tokens`."""
-    line = user_line()
-    if sum(tokens) != rows:
+def split_requests(parts: int | Sequence[int], requests: Requests, rows: int) -> tuple[MicroBatch, ...]:
+    """Cuts a batch of `rows` tokens between its requests."""
+    ends = requests.ends
+    if (ends[-1] if ends else 0) != rows:
         raise SplitError(
-            f'facts["num_tokens"] adds up to {sum(tokens)}, but the batch has {rows} tokens',
-            line=line,
+            f'facts["num_tokens"] adds up to {sum(requests)}, but the batch has {rows} tokens',
+            line=user_line(),
             advice="give the length of every request in the batch",
         )
-    ends = [sum(tokens[: i + 1]) for i in range(len(tokens))]
-    if isinstance(parts, int):
-        if parts > len(tokens):
-            raise SplitError(
-                f"split({parts}) of {len(tokens)} requests leaves a micro-batch empty",
-                line=line,
-                advice=f"split into at most {len(tokens)}",
-            )
-        cuts, first = [], 1
-        for k in range(1, parts):  # the boundary nearest to an equal share that leaves enough for the rest
-            choices = range(first, len(tokens) - (parts - k) + 1)
-            cut = min(choices, key=lambda c: abs(ends[c - 1] - rows * k / parts))
-            cuts.append(cut)
-            first = cut + 1
-        counts = [b - a for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
-    elif sum(parts) == len(tokens):
-        counts = list(parts)
-    else:
-        totals = [sum(parts[: i + 1]) for i in range(len(parts))]
-        if totals[-1] != rows or not all(t in ends for t in totals):
-            raise SplitError(
-                f"split({list(parts)}) does not end at request boundaries",
-                line=line,
-                advice=f"sizes count requests ({len(tokens)} in all), or tokens up to one of {ends}",
-            )
-        counts = [ends.index(b) - (ends.index(a) if a else -1) for a, b in zip([0, *totals], totals, strict=False)]
-        counts[-1] += len(tokens) - sum(counts)  # requests without tokens at the end
+    cuts = _equal_shares(parts, ends) if isinstance(parts, int) else _given_shares(parts, ends)
     result, request, row = [], 0, 0
-    for i, count in enumerate(counts):
-        held = sum(tokens[request : request + count])
-        if not held:
+    for i, cut in enumerate((*cuts, len(ends))):
+        if (end := ends[cut - 1]) == row:
             raise SplitError(
-                f"micro-batch {i} would hold no token", line=line, advice="leave out requests without tokens"
+                f"micro-batch {i} would hold no token", line=user_line(), advice="leave out requests without tokens"
             )
-        result.append(MicroBatch(index=i, start=row, stop=row + held, requests=(request, request + count)))
-        request, row = request + count, row + held
+        result.append(MicroBatch(index=i, start=row, stop=end, requests=(request, cut)))
+        request, row = cut, end
     return tuple(result)
+
+
+def _equal_shares(parts: int, ends: list[int]) -> list[int]:
+    """After how many requests each micro-batch ends, but for the last: where it comes nearest to an equal share and
+    leaves a request for each of the others."""
+    if parts > len(ends):
+        raise SplitError(
+            f"split({parts}) of {len(ends)} requests leaves a micro-batch empty",
+            line=user_line(),
+            advice=f"split into at most {len(ends)}",
+        )
+    cuts, first = list[int](), 0
+    for k in range(1, parts):
+        share, last = ends[-1] * k / parts, len(ends) - (parts - k) - 1
+        after = bisect_left(ends, share, first, last)  # at most the last that may be the end
+        before = bisect_left(ends, ends[after - 1], first, after) if after > first else after
+        first = (before if share - ends[before] <= abs(ends[after] - share) else after) + 1
+        cuts.append(first)
+    return cuts
+
+
+def _given_shares(sizes: Sequence[int], ends: list[int]) -> list[int]:
+    """The same for sizes in requests, or in tokens."""
+    totals = list(accumulate(sizes))
+    if totals[-1] == len(ends):
+        return totals[:-1]
+    if not ends or totals[-1] != ends[-1] or not set(totals).issubset(ends):
+        raise SplitError(
+            f"split({list(sizes)}) does not end at request boundaries",
+            line=user_line(),
+            advice=f"sizes count requests ({len(ends)} in all), or tokens up to one of {ends}",
+        )
+    return [bisect_left(ends, total) + 1 for total in totals[:-1]]

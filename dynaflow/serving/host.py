@@ -11,7 +11,6 @@ import abc
 import contextlib
 import functools
 import gc
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from dynaflow.core.disk_cache import only_mine
 from dynaflow.core.plan import Plan
 from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
+from dynaflow.schedule.split import Requests
 
 TOLD = "dynaflow_told"
 """The namespace of the operators that take the others' places, under their names."""
@@ -78,10 +78,11 @@ class Hosted:
     def _plan_ahead(self, args: tuple[Any, ...], rows: int) -> None:
         """A system starts with a batch of no requests, to see what memory it takes. What the scheduler would do with
         requests is compiled then, too, and not while the first ones wait. But who chooses would have to run trials."""
-        if self.engine.chooses or self.stats.plain_graphs or not self.engine.facts().get("whole"):
+        planner = self.engine.planner
+        if planner.cache.chooses or self.stats.plain_graphs or not planner.facts().get("whole"):
             return
         requests = Batch(rows, [max(rows // AHEAD, 1)] * min(rows, AHEAD), piece=rows, most=AHEAD)
-        self.engine.planned(lambda: self._run(*args), requests.facts)
+        planner.planned(lambda: self._run(*args), requests.facts)
 
     def begin(self, rows: int) -> None:
         """Before each call, with the rows of its batch."""
@@ -89,7 +90,7 @@ class Hosted:
     @property
     def plans(self) -> list[Plan]:
         """Those in use."""
-        return self.engine.plans()
+        return self.engine.planner.plans()
 
 
 class Kept(abc.ABC):
@@ -172,13 +173,15 @@ class Batch:
 
     def __init__(self, rows: int, lengths: Sequence[int], *, piece: int, most: int, why_whole: str = "") -> None:
         self.rows, self.most, self.why_whole = rows, most, why_whole
-        self.requests = [n for length in lengths for n in _pieces(length, piece)]
+        longest, shortest = max(lengths, default=0), min(lengths, default=0)
+        in_one = longest < 2 * piece
+        self.requests = Requests(lengths if in_one else (n for length in lengths for n in _pieces(length, piece)))
         """The rows of each, or of each piece of a long one; the last has the padding, too."""
         self.phase = ""
         """"prefill", "decode" or "mixed", if it can be cut."""
         if lengths:
             self.requests[-1] += rows - sum(lengths)
-            self.phase = "decode" if max(lengths) == 1 else "mixed" if min(lengths) == 1 else "prefill"
+            self.phase = "decode" if longest == 1 else "mixed" if shortest == 1 else "prefill"
         self.parts: dict[tuple[int, int], Any] = {}
         """By first and last row: what was made for the parts that were asked for."""
         self._lock = forks.rlock()
@@ -207,10 +210,10 @@ class Batch:
         """One thread at a time: where they look is a global of the system's."""
         with self._lock:
             if (start, stop) not in self.parts:
-                ends = [0, *itertools.accumulate(self.requests)]
-                if start not in ends or stop not in ends:
+                ends = self.requests.ends
+                if (start and start not in ends) or stop not in ends:
                     raise DynaFlowError(
-                        f"the batch can't be cut into tokens {start} to {stop}: requests end at {ends[1:]}",
+                        f"the batch can't be cut into tokens {start} to {stop}: requests end at {ends}",
                         advice="cut at request boundaries: ctx.split(n) does",
                     )
                 if len(self.parts) == self.most:

@@ -6,7 +6,7 @@ gradients of a layer are gone before those of the next but one are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dynaflow as df
@@ -14,7 +14,7 @@ import dynaflow as df
 UPDATE = "update"
 
 
-class OptimizerBeside(df.OpSchedulerBase):
+class OptimizerBeside(df.WrappingScheduler):
     """Steps on a lane of their own, as soon as they can be made; the rest as `inner` says.
 
     Operators wait until no more than `behind` layers have gradients that are not applied yet. `inner` sees the graph
@@ -22,28 +22,15 @@ class OptimizerBeside(df.OpSchedulerBase):
     """
 
     def __init__(self, inner: df.OpSchedulerBase | None = None, behind: int = 1) -> None:
+        super().__init__(inner)
         self.at_least(0, behind=behind)
-        self.inner, self.behind = inner or df.Sequential(), behind
-
-    @property
-    def functions(self) -> Sequence[Callable[..., Any]]:  # type: ignore[override]
-        return self.inner.functions
-
-    def partition(self) -> list[df.SplitFunc | df.SplitModule]:
-        return self.inner.partition()
+        self.behind = behind
 
     def schedule(self, ctx: df.ScheduleContext) -> Any:
         if not any(UPDATE in op.tags for op in ctx.ops):
             return self.inner.schedule(ctx)
         rest: Any = _WithoutSteps(ctx, self.behind)
         return self.inner.schedule(rest)
-
-    def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
-        chosen = self.inner.choose(ctx)
-        return self if chosen is self.inner else OptimizerBeside(chosen, self.behind)
-
-    def bucket(self, batch_size: int) -> int:
-        return self.inner.bucket(batch_size)
 
 
 class _WithoutSteps:

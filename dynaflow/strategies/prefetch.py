@@ -8,7 +8,7 @@ there beside the computation, and comes back in the same way (`df.compile(..., o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import dynaflow as df
 FETCH, STORE = "fetch", "store"
 
 
-class Prefetch(df.OpSchedulerBase):
+class Prefetch(df.WrappingScheduler):
     """Fetches on a lane of their own, `ahead` operators before the one that uses them; the rest as `inner` says.
 
     Memory is that of `ahead` + 1 operators' weights: each fetch waits until an earlier operator is done with its own.
@@ -28,12 +28,9 @@ class Prefetch(df.OpSchedulerBase):
     """
 
     def __init__(self, inner: df.OpSchedulerBase | None = None, ahead: int = 1, behind: int = 4) -> None:
+        super().__init__(inner)
         self.at_least(0, ahead=ahead, behind=behind)
-        self.inner, self.ahead, self.behind = inner or df.Sequential(), ahead, behind
-
-    @property
-    def functions(self) -> Sequence[Callable[..., Any]]:  # type: ignore[override]
-        return self.inner.functions
+        self.ahead, self.behind = ahead, behind
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return [
@@ -47,13 +44,6 @@ class Prefetch(df.OpSchedulerBase):
             return self.inner.schedule(ctx)
         rest: Any = _WithoutFetches(ctx, self.ahead, self.behind)
         return self.inner.schedule(rest)
-
-    def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
-        chosen = self.inner.choose(ctx)
-        return self if chosen is self.inner else Prefetch(chosen, self.ahead, self.behind)
-
-    def bucket(self, batch_size: int) -> int:
-        return self.inner.bucket(batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

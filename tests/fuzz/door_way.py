@@ -17,6 +17,7 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow._torch import TORCH
+from dynaflow.api import engine_of
 from tests.fuzz.compare import Mismatch, Run, Undefined, compare, compare_gradients, used_of
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine_way import count_plans
@@ -68,7 +69,7 @@ class Door:
             operators="eager",
             verify=dice.one_in(8),
         )
-        self.used.append((self.fast._engine, scheduler))
+        self.used.append((engine_of(self.fast), scheduler))
 
     # Calls
 
@@ -307,11 +308,11 @@ def run_door(dice: Dice, tally: Tally, show: Callable[[str], None] | None = None
             tally.cases += 1
     finally:
         for engine, _ in door.used:
-            engine.lowerer.threads.close()
+            engine.planner.lowerer.threads.close()
         if done:
             wanted = [s for _, s in door.used if s.may_split]
             tally.wanted += bool(wanted)
-            plans = [p for engine, _ in door.used for p in engine.plans()]
+            plans = [p for engine, _ in door.used for p in engine.planner.plans()]
             count_plans(plans, door.used[0][1], tally)
             tally.plain += any(engine.stats.plain_graphs for engine, _ in door.used)
             reasons = [reason for engine, _ in door.used for reason in engine.stats.plain_reasons]

@@ -66,7 +66,7 @@ def draw_case(group: Group, dice: Dice) -> Case:
         raise group.runner.error
     graph = group.graph
     scheduler = draw_scheduler(dice, functions_of(graph), graph.rules, buckets=2 if group.gentle else 8)
-    group.engine.set_scheduler(scheduler)
+    group.engine.planner.set_scheduler(scheduler)
     mode = torch.inference_mode if dice.one_in(6) else torch.no_grad
     return Case(group=group, scheduler=scheduler, sizes=graph.draw_sizes(dice), seed=dice.below(100), mode=mode)
 
@@ -84,8 +84,8 @@ def run_case(case: Case, dice: Dice, tally: Tally) -> bool:
     again()  # what was handed out belongs to the caller
     tally.cases += 1
     tally.plain += group.engine.stats.plain_graphs > plain_before
-    tally.elastic += bool(group.engine._schedules.elastic)
-    count_plans(group.engine.plans(), scheduler, tally)
+    tally.elastic += bool(group.engine.planner.cache.elastic)
+    count_plans(group.engine.planner.plans(), scheduler, tally)
     if scheduler.rounds:
         tally.bucketed += 1
         return False
@@ -171,10 +171,10 @@ def _refused(plan: Plan, graph: OpGraph, rows: int) -> str | None:
 
 def run_mutant(case: Case, plan: Plan, graph: OpGraph) -> None:
     args = list(case.group.graph.args(case.sizes, case.seed))
-    runner = case.group.runner_of(args)
-    sizes = {**runner.graph.hints, **runner.graph.symbol_values(args)}
-    lowered = case.group.engine.lowerer.lower(plan, graph, sizes, {})
-    numbers = runner.graph.numbers
+    captured = case.group.runner_of(args).graph.graph
+    sizes = {**captured.hints, **captured.symbol_values(args)}
+    lowered = case.group.engine.planner.lowerer.lower(plan, graph, sizes, {})
+    numbers = captured.numbers
 
     def run(*given: Any) -> Any:
         results = lowered(list(given))

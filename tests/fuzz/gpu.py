@@ -107,7 +107,7 @@ def run_gpu(group: Group, dice: Dice, tally: Tally, show: Show | None) -> None:
         raise group.runner.error
     graph = group.graph
     scheduler: RandomScheduler = draw_scheduler(dice, functions_of(graph), graph.rules, buckets=12)
-    group.engine.set_scheduler(scheduler)
+    group.engine.planner.set_scheduler(scheduler)
     tally.wanted += scheduler.may_split
     sizes = [graph.draw_sizes(dice)] * 3 + [graph.draw_sizes(dice) for _ in range(1 + dice.below(2))]
     keeps = not dice.one_in(2)
@@ -137,9 +137,9 @@ def run_gpu(group: Group, dice: Dice, tally: Tally, show: Show | None) -> None:
     tally.events["captures of CUDA graphs"] += stats.captures
     tally.events["replays of CUDA graphs"] += stats.graph_replays
     stats.captures = stats.graph_replays = 0
-    tally.elastic += bool(group.engine._schedules.elastic)
+    tally.elastic += bool(group.engine.planner.cache.elastic)
     tally.bucketed += bool(scheduler.rounds)
-    count_plans(group.engine.plans(), scheduler, tally)
+    count_plans(group.engine.planner.plans(), scheduler, tally)
 
 
 def _scribble(run: Run, device: str) -> None:

@@ -47,15 +47,16 @@ class Group:
 
     def lowered(self, sizes: Sizes, seed: int) -> Lowered | None:
         args = list(self.graph.args(sizes, seed))
-        runner = self.runner_of(args)
-        return self.engine.find(runner, self.engine.situation(runner, args), args)
+        planner = self.engine.planner
+        request = planner.request(self.runner_of(args).graph, args)
+        return planner.find(planner.decider(request), request)
 
     def runner_of(self, args: list[Any]) -> Any:
         """Arguments that share memory may have plans of their own, or none."""
-        return self.runner._for_memory_of(args, self.engine) if self.runner._sharing is not None else self.runner
+        return self.runner.for_memory_of(args, self.engine.planner)
 
     def close(self) -> None:
-        self.engine.lowerer.threads.close()
+        self.engine.planner.lowerer.threads.close()
 
 
 def draw_group(dice: Dice, device: str = "cpu", steps: int = 14, **options: Any) -> Group:
@@ -68,7 +69,7 @@ def draw_group(dice: Dice, device: str = "cpu", steps: int = 14, **options: Any)
         Sequential(), batch_dims=graph.batch_dims, **{"operators": "eager", "verify": dice.one_in(10), **options}
     )
     engine.operators.writes_into |= dice.one_in(2)  # as compiled operators do
-    engine.lowerer.chains = dice.one_in(2)
+    engine.planner.lowerer.chains = dice.one_in(2)
     with torch.no_grad():  # as it will be called
         # A backend may change the graph that it is given; eager runs it as it was drawn.
         runner = engine.backend(copied(graph.gm), list(graph.args(POINTS[0], 0)))

@@ -52,7 +52,7 @@ def draw_training(dice: Dice) -> Group:
     # Declarations count if they are there when the graph is captured.
     scheduler = RandomScheduler(dice, rules=graph.rules)
     engine = Engine(scheduler, operators="eager", batch_dims=graph.batch_dims, parameters=names)
-    engine.lowerer.chains = dice.one_in(2)
+    engine.planner.lowerer.chains = dice.one_in(2)
     engine.rewrite = dice.one_in(2)  # as for compiled operators
     if not any(i.grad for i in graph.given):
         raise Undefined("no input wants a gradient")
@@ -137,7 +137,7 @@ def draw_train_case(group: Group, dice: Dice) -> TrainCase:
         raise group.runner.error
     graph = group.graph
     scheduler = draw_scheduler(dice, functions_of(graph), graph.rules, buckets=20)
-    group.engine.set_scheduler(scheduler)
+    group.engine.planner.set_scheduler(scheduler)
     return TrainCase(group=group, scheduler=scheduler, sizes=graph.draw_sizes(dice), seed=dice.below(100))
 
 
@@ -151,9 +151,9 @@ def run_train_case(case: TrainCase, dice: Dice, tally: Tally) -> None:
         sizes = group.graph.draw_sizes(dice)
     tally.cases += 1
     tally.plain += group.engine.stats.plain_graphs > plain_before
-    tally.elastic += bool(group.engine._schedules.elastic)
+    tally.elastic += bool(group.engine.planner.cache.elastic)
     tally.bucketed += bool(scheduler.rounds)
-    plans = group.engine.plans()
+    plans = group.engine.planner.plans()
     tally.sequential += all(p.sequential for p in plans)
     count_plans(plans, scheduler, tally)
 

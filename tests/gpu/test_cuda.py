@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from tests.zoo import DECODE, ZOO, decode_setup, tensors, to
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -220,7 +221,7 @@ def test_one_kernel_for_two_sizes_where_inductor_is_told_so(tried):
         return [F.rms_norm(x, (128,), weight) for x in (q, k)]
 
     fast = df.compile(norms, "sequential", batch_dims={"q": 0, "k": 0})
-    fast._engine.operators.settings = {"combo_kernels": True, "benchmark_combo_kernel": tried}
+    engine_of(fast).operators.settings = {"combo_kernels": True, "benchmark_combo_kernel": tried}
     with fresh_cache():
         found, code = run_and_get_code(fast, q, k)
     assert gap(norms(q, k), found) < LIMIT[torch.float32]

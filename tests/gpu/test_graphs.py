@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.runtime import cuda_graphs
 from tests.gpu.test_cuda import Lanes, decode_agrees, exact_matmuls, gap  # noqa: F401  (a fixture)
 from tests.zoo import DECODE, ZOO, decode_setup, to
@@ -267,7 +268,7 @@ def test_a_bounded_number_is_kept(monkeypatch):
                 for i in range(2):
                     x = rows(i, batch)
                     torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
-    assert len(fast._engine.lowerer.graphs._kept) == 2
+    assert len(engine_of(fast).planner.lowerer.graphs._kept) == 2
     assert fast.stats.captures > 4, "what was dropped is captured again"
 
 

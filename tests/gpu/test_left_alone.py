@@ -7,6 +7,7 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.capture import op_registry
 from tests.unit.test_left_alone import SEEN, Stretching, fresh, model, picked, weights
 
@@ -91,7 +92,7 @@ def test_pieces_in_cuda_graphs(given):
         return [one(call) for call in calls]
 
     fast = df.compile(model, Stretching(), batch_dims={"x": 0})
-    fast._engine.operators.captured = captured
+    engine_of(fast).operators.captured = captured
     for rows, capture in [(256, False), (64, False), (256, True), (64, True)]:
         step.update(rows=rows, capture=capture)
         fast(buffer[:rows], given)

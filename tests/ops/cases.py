@@ -282,7 +282,7 @@ class Case:
                 if isinstance(runner, Raiser):
                     raise runner.error
                 for parts in self.splits:
-                    engine.set_scheduler(Each(split=parts))
+                    engine.planner.set_scheduler(Each(split=parts))
                     given = copy.deepcopy(leaves)
                     torch.default_generator.manual_seed(0)
                     try:
@@ -292,13 +292,13 @@ class Case:
                     else:
                         self._compare(form, given, found)
         finally:
-            engine.lowerer.threads.close()
-        if runner.plain:
-            if "changes a tensor's shape in place" not in runner.plain:  # an error of our own would be hidden so
-                raise Mismatch(f"ran plainly: {runner.plain}")
-            return Verdict("plain", runner.plain)
-        (graph,) = runner.partitions.values()
-        refusal = runner.probe(graph.spaces).facts[node].refusals.get(0)
+            engine.planner.lowerer.threads.close()
+        if runner.graph.plain:
+            if "changes a tensor's shape in place" not in runner.graph.plain:  # an error of our own would be hidden so
+                raise Mismatch(f"ran plainly: {runner.graph.plain}")
+            return Verdict("plain", runner.graph.plain)
+        (graph,) = runner.graph.partitions.values()
+        refusal = runner.graph.probe(graph.spaces).facts[node].refusals.get(0)
         refusal = refusal or next((op.refusal for op in graph.ops if op.refusal), None)
         if error is not None and form == "between":
             return Verdict("refused", refusal or str(error).splitlines()[0])

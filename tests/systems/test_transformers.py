@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import dynaflow as df
 from dynaflow import _torch
+from dynaflow.api import engine_of
 from dynaflow.strategies import Auto, NanoFlow
 from tests.helpers import CUTS, Each, TwoBatches, pretend_graphs, uneven
 from tests.zoo import ZOO, _left_padding, _transformer
@@ -56,7 +57,7 @@ def generated(model: Any, batch: int, length: int, steps: int = STEPS, **options
 
 def parts(phase: Any) -> set[int]:
     """Into how many micro-batches the phase's present plans cut."""
-    return {len(lowered.plan.micro_batches) for lowered in phase._any._engine._schedules.plans.values()}
+    return {len(lowered.plan.micro_batches) for lowered in engine_of(phase._any).planner.cache.plans.values()}
 
 
 def calls(model: Any) -> tuple[int, int]:
@@ -202,7 +203,7 @@ def test_auto_tunes_once_for_similar_sizes() -> None:
 def test_decoding_is_one_graph(options: dict[str, Any], expected: str | None) -> None:
     """Prompts never are; and models over several ranks only when they are asked to: see tests/distributed."""
     generation = hf.compiled(hf.accelerate(build(), "sequential", **options))
-    modes = [phase._any._engine.lowerer.cudagraph for phase in (generation.prefill, generation.decode)]
+    modes = [engine_of(phase._any).planner.lowerer.cudagraph for phase in (generation.prefill, generation.decode)]
     assert modes == [None, expected]
 
 
@@ -210,7 +211,7 @@ def test_time_for_tuning() -> None:
     model = build()
 
     def seconds() -> float:
-        chooser: Any = hf.compiled(model).decode._any._engine._schedules.scheduler
+        chooser: Any = engine_of(hf.compiled(model).decode._any).planner.cache.scheduler
         return chooser.tuner.seconds
 
     hf.accelerate(model)
@@ -418,7 +419,7 @@ def test_one_length_for_all_layers() -> None:
     hf.accelerate(model, "sequential", operators="eager")
     generated(model, 4, 9, steps=3)
     for phase in (hf.compiled(model).prefill, hf.compiled(model).decode):
-        (lowered,) = phase._any._engine._schedules.plans.values()
+        (lowered,) = engine_of(phase._any).planner.cache.plans.values()
         values = [i.shape for i in lowered.graph.graph.inputs if i.shape is not None and i.name.endswith("values")]
         assert len(values) > 1 and len({shape.size[2] for shape in values}) == 1
 

@@ -21,6 +21,7 @@ from tests.systems import vllm_model
 
 vllm_model.prepare()
 
+from dynaflow.api import engine_of  # noqa: E402
 from dynaflow.lower.compile_ops import Operators  # noqa: E402
 from dynaflow.serving.host import wrap  # noqa: E402
 from tests.helpers import Pinned  # noqa: E402
@@ -191,7 +192,7 @@ def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
         llm.reset_prefix_cache()
         before = dataclasses.replace(forward.stats)
         served = {workload: dataclasses.asdict(serve(llm, requests)) for workload, requests in workloads().items()}
-        notes = forward.engine._schedules.notes.values()
+        notes = [choice.note for choice in forward.engine.planner.cache.choices.values()]
         counters = ("runs", "sequential_runs", "plans", "scheduler_calls", "plain_graphs", "operators_compiled")
         found[name] = {
             "served": served,
@@ -239,7 +240,7 @@ def _worker(self: Any) -> dict[str, Any]:
         "process": os.getpid(),
         "runs": forward.stats.runs,
         "sequential_runs": forward.stats.sequential_runs,
-        "graphs": [graph_identity(graph) for graph in forward.engine._schedules.graphs.values()],
+        "graphs": [graph_identity(graph) for graph in forward.engine.planner.cache.graphs.values()],
         "traced": compilation_counter.num_aot_compiles,
         "kept": compilation_counter.num_aot_artifacts_saved,
         "read": compilation_counter.num_aot_artifacts_loaded,
@@ -300,7 +301,7 @@ def _collectives(self: Any) -> dict[str, Any]:
     from dynaflow.schedule.context import ScheduleContext
 
     (forward,) = integration.forwards()
-    schedules = forward.engine._schedules
+    schedules = forward.engine.planner.cache
     (graph,) = schedules.graphs.values()
     meeting = {op.name for op in graph.ops if op.groups}
     tokens = [3, 3, 3, 3, 3]
@@ -349,7 +350,7 @@ def _declared(self: Any) -> dict[str, Any]:
 
     fast = df.compile(model, "comm_overlap", operators="eager")
     plan = fast.plan(torch.randn(6, 4))
-    schedules = fast._engine._schedules
+    schedules = engine_of(fast).planner.cache
     (graph,) = schedules.graphs.values()
     lane = {item.op: task.lane for task in plan.tasks for item in task.items}
     return {
@@ -411,7 +412,7 @@ def run_others(folder: str, schedulers: Settings, models: Settings) -> dict[str,
             forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
             llm.reset_prefix_cache()
             served[scheduler] = dataclasses.asdict(serve(llm, mixture()))
-        (graph, *_) = forward.engine._schedules.graphs.values()
+        (graph, *_) = forward.engine.planner.cache.graphs.values()
         found[name] = {
             "stock": stock,
             "served": served,

@@ -181,6 +181,25 @@ def test_what_only_unused_results_depend_on_has_no_gradients(used: tuple[int, ..
             torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_what_is_made_while_gradients_are_off_leads_nowhere(used: int) -> None:
+    """In eager torch too, though a view of something with gradients says that it has some."""
+
+    def model(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        with torch.no_grad():
+            view, constant = y.T, y.cos()
+        return view.reshape(-1), y @ weight, constant * weight.sum()
+
+    def gradients(function: Callable[..., Any]) -> tuple[Any, ...]:
+        x, weight = randn(6, 4).requires_grad_(), WEIGHT.clone().requires_grad_()
+        return torch.autograd.grad(function(x, weight)[used].sum(), (x, weight), allow_unused=True)
+
+    expected, found = gradients(model), gradients(compiled(model, Each(split=2)))
+    assert [g is None for g in found] == [g is None for g in expected] == [used != 1, used == 0]
+    torch.testing.assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
+
+
 @pytest.mark.parametrize(
     "overwrite",
     [

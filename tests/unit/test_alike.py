@@ -16,7 +16,7 @@ from dynaflow.capture.batch_analysis.aten_calls import dims_of, tensors_in
 from dynaflow.capture.batch_analysis.probe import Probe
 from dynaflow.capture.batch_analysis.probe_memo import Apart, Told
 from dynaflow.capture.captured_graph import CapturedGraph
-from dynaflow.engine import runner
+from dynaflow.engine import analyzed_graph
 from tests.fuzz.dice import Dice
 from tests.fuzz.groups import draw_group
 from tests.fuzz.sizes import POINTS
@@ -81,7 +81,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     monkeypatch.setattr(probing._Run, "_call_or_tell", noted)
     monkeypatch.setattr(Told, "again", counting)
-    monkeypatch.setattr(runner, "probe", twice)
+    monkeypatch.setattr(analyzed_graph, "probe", twice)
     return counted
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dynaflow as df
 from dynaflow import _torch
+from dynaflow.api import engine_of
 from dynaflow.cli.doctor import _compiler
 from dynaflow.lower.first_call import Untried
 from tests.helpers import Each, assert_equal, randn
@@ -262,8 +263,8 @@ def test_no_later_call_pays_for_it() -> None:
     uncut = df.compile(Two())
     with torch.no_grad():
         fast(randn(6, 8)), uncut(randn(6, 8))
-        (lowered,) = fast._engine._schedules.plans.values()
-        (whole,) = uncut._engine._schedules.plans.values()
+        (lowered,) = engine_of(fast).planner.cache.plans.values()
+        (whole,) = engine_of(uncut).planner.cache.plans.values()
     assert lowered.code is not None
     assert not any(isinstance(value, Untried) for value in lowered.code.names.values())
     assert not isinstance(whole.run, Untried)

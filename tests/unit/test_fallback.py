@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.capture.joint_graph import Passes
-from dynaflow.engine import engine
+from dynaflow.engine import engine, planner
 from dynaflow.errors import FallbackWarning
 from dynaflow.lower.lower import Lowerer
 from tests.helpers import Each, compiled, randn
@@ -48,11 +48,12 @@ def backward_fails(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 WHERE: dict[str, tuple[Any, str]] = {
     "capture": (engine, "CapturedGraph"),
-    "cut": (engine, "partition"),
-    "check": (engine, "check"),
+    "cut": (planner, "partition"),
+    "check": (planner, "check"),
     "lower": (Lowerer, "lower"),
-    "padding": (engine, "Padding"),
-    "situation": (engine.Engine, "situation"),
+    "padding": (planner, "Padding"),
+    "request": (planner.Planner, "request"),
+    "decider": (planner.Planner, "decider"),
 }
 
 

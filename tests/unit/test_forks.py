@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.core import forks
 from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, randn
 
@@ -79,6 +80,23 @@ def test_a_child_and_its_child(stack: tuple[df.CompiledModel, Stack]) -> None:
 
     in_child(child)
     check(*stack)
+
+
+def test_a_child_sets_torchs_threads_up_before_its_lanes_need_them(
+    stack: tuple[df.CompiledModel, Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lanes that both come first get an "Invalid thread pool" of torch."""
+    steps: list[str] = []
+    start = threading.Thread.start
+    settle = torch.set_num_threads
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (steps.append("lane"), start(thread)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: (steps.append("threads"), settle(count)))
+
+    def child() -> None:
+        check(*stack)
+        assert steps[:2] == ["threads", "lane"], steps
+
+    in_child(child)
 
 
 def test_a_process_of_multiprocessing(stack: tuple[df.CompiledModel, Stack]) -> None:
@@ -181,12 +199,13 @@ def test_forked_while_another_thread_prepares_its_first_call(stack: tuple[df.Com
 
 def test_a_graph_on_cuda_raises_in_a_child(stack: tuple[df.CompiledModel, Stack]) -> None:
     """Without CUDA: by what its graph says of itself."""
-    engine = stack[0]._engine
-    there: Any = SimpleNamespace(graph=SimpleNamespace(device=torch.device("cuda", 0)))
+    engine = engine_of(stack[0])
+    graph = SimpleNamespace(device=torch.device("cuda", 0))
+    request: Any = SimpleNamespace(graph=SimpleNamespace(graph=graph))
 
     def child() -> None:
         with pytest.raises(df.DynaFlowError, match=r"Stack runs on CUDA(.|\n)*spawn"):
-            engine.situation(there, [])
+            engine.planner.decider(request)
         check(*stack)
 
     in_child(child)

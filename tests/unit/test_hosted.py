@@ -160,7 +160,7 @@ def test_rows_may_be_on_another_dim() -> None:
     assert server.serve([3, 3]) == [3, 3]
     assert server.serve([1, 5, 2, 4]) == [6, 6]
     (hosted,) = server.hosted
-    (graph,) = hosted.engine._schedules.graphs.values()
+    (graph,) = hosted.engine.planner.cache.graphs.values()
     assert not hosted.stats.plain_graphs and all(op.splittable for op in graph.ops)
 
 
@@ -357,7 +357,8 @@ def test_auto_does_not_guess_what_a_systems_operators_do() -> None:
     server = Server(serving(Auto(seconds=0.0), MOST))
     assert server.serve([3, 3, 3]) == []
     (hosted,) = server.hosted
-    (note,) = hosted.engine._schedules.notes.values()
+    (choice,) = hosted.engine.planner.cache.choices.values()
+    note = choice.note
     assert note.chosen == "sequential" and "can't be predicted" in str(note)
     assert hosted.stats.scheduler_calls == 1, "no candidate was asked for a plan"
 

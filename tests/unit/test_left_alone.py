@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 import dynaflow as df
 from dynaflow import _torch
+from dynaflow.api import engine_of
 from dynaflow.capture import op_registry
 from dynaflow.capture.op_registry import leaves_some_alone
 from dynaflow.lower.opaque_ops import in_turn, pieces_of
@@ -138,7 +139,7 @@ def test_micro_batches_are_compiled_in_pieces_too() -> None:
 def test_pieces_of_an_uncut_graph_may_stay_where_they_were_captured() -> None:
     given, buffer, pinned = weights(3), torch.zeros(16, 8), Pinned()
     fast = df.compile(model, Stretching(), batch_dims={"x": 0})
-    fast._engine.operators.captured = pinned
+    engine_of(fast).operators.captured = pinned
     for rows in (5, 9, 5, 9, 9):
         x = buffer[:rows].copy_(torch.randn(rows, 8))
         torch.testing.assert_close(fast(x, given), model(x, given))
@@ -162,7 +163,7 @@ def test_pieces_that_read_new_memory_are_not_captured() -> None:
         return look_and_return(x + 1) * 2
 
     fast, pinned = df.compile(between, Stretching(), batch_dims={"x": 0}), Pinned()
-    fast._engine.operators.captured = pinned
+    engine_of(fast).operators.captured = pinned
     x = torch.randn(5, 8)
     torch.testing.assert_close(fast(x), between(x))
     assert fast.stats.operators_compiled == 2 and not pinned.pieces
@@ -178,7 +179,7 @@ def test_what_may_be_captured_is_captured_with_the_code_around_it() -> None:
 
     given, buffer, pinned = weights(3), torch.zeros(16, 8), Pinned()
     fast = df.compile(experts, Stretching(), batch_dims={"x": 0})
-    fast._engine.operators.captured = pinned
+    engine_of(fast).operators.captured = pinned
     for rows in (5, 9, 5, 9):
         x = buffer[:rows].copy_(torch.randn(rows, 8))
         torch.testing.assert_close(fast(x, given), experts(x, given))
@@ -198,7 +199,7 @@ def test_pieces_of_micro_batches_are_not_captured() -> None:
     op_registry.by_rows("dynaflow_tests::look_outside")
     given, pinned = weights(3), Pinned()
     fast = df.compile(model, Parted(), batch_dims={"x": 0})
-    fast._engine.operators.captured = pinned
+    engine_of(fast).operators.captured = pinned
     for rows in (6, 8):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(fast(x, given), model(x, given))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.core.memory_layout import is_dense, span
 from dynaflow.core.plan import happens_before
 from dynaflow.lower.memory import ALIGNMENT, Buffer, plan_arena
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 def fast_of(model: Callable[..., Any], scheduler: df.OpSchedulerBase | None = None, **options: Any) -> df.CompiledModel:
     """Uncompiled operators, but written into buffers as compiled ones are."""
     fast = compiled(model, scheduler, **{"batch_dims": {"x": 0}, **options})
-    fast._engine.operators.writes_into = True
+    engine_of(fast).operators.writes_into = True
     return fast
 
 
@@ -232,7 +233,8 @@ def test_grad_mode_turned_on_inside_the_model() -> None:
     with torch.no_grad():
         for _ in range(2):
             assert_equal(fast(X), model(X))
-    assert not fast._engine.lowerer.blocks._blocks.get(CPU), "what remembers how it was made has memory of its own"
+    blocks = engine_of(fast).planner.lowerer.blocks
+    assert not blocks._blocks.get(CPU), "what remembers how it was made has memory of its own"
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -299,7 +301,7 @@ def test_second_batch_size_and_empty_features() -> None:
 
 
 def is_in_arena(fast: df.CompiledModel, tensor: Tensor) -> bool:
-    blocks = [b for found in fast._engine.lowerer.blocks._blocks.values() for b in found]
+    blocks = [b for found in engine_of(fast).planner.lowerer.blocks._blocks.values() for b in found]
     return any(b.memory.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for b in blocks)
 
 
@@ -374,7 +376,7 @@ RESULTS = [_contiguous, _reshape, _reshape_and_more, _to, _views, _used_on, _ret
 @pytest.mark.parametrize("chains", [True, False])
 def test_results_stay_as_they_are(model: Callable[..., Any], split: Any, chains: bool) -> None:
     fast = fast_of(model, by_operator(split))
-    fast._engine.lowerer.chains = chains
+    engine_of(fast).planner.lowerer.chains = chains
     with torch.no_grad():
         for x in (X, X[:1]):  # a batch of 1 is a graph of its own: there a reshape may be no copy
             if split is not None and len(x) == 1:
@@ -773,7 +775,7 @@ def test_views_go_with_their_plan() -> None:
 
 def taken_blocks(fast: df.CompiledModel) -> list[Any]:
     """Fills with every block that a run takes."""
-    pool, found = fast._engine.lowerer.blocks, []
+    pool, found = engine_of(fast).planner.lowerer.blocks, []
     take = pool.take
 
     def watched(device: torch.device, nbytes: int) -> Any:
@@ -814,7 +816,7 @@ def test_block_comes_back_from_a_run_that_failed() -> None:
             ctx.execute([item], replace_func=fails)
 
     fast = fast_of(marked(torch.exp, torch.neg, torch.sin), Scheduler(schedule))
-    fast._engine.lowerer.chains = False
+    engine_of(fast).planner.lowerer.chains = False
     found = taken_blocks(fast)
     with torch.no_grad():
         for broken in (False, True, False):

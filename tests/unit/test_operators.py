@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynaflow as df
 from dynaflow import _torch
+from dynaflow.api import engine_of
 from dynaflow.capture.captured_graph import Shape
 from dynaflow.lower import compile_ops as lowering
 from dynaflow.lower.compile_ops import Operators, Source, nameless
@@ -446,7 +447,7 @@ def layer_by_layer(ctx: df.ScheduleContext) -> None:
 def test_compilations_over_many_sizes() -> None:
     model = Twice()
     fast = df.compile(model, Scheduler(layer_by_layer, [df.SplitModule("layers.*")]))
-    operators = fast._engine.operators
+    operators = engine_of(fast).operators
     counts = []
     with torch.no_grad():
         for part in (4, 4, 6, 7, 9, 1):
@@ -476,7 +477,7 @@ def test_slices_whose_batch_is_not_outermost() -> None:
             x = randn(3, 2 * part, 8)
             assert_equal(fast(x), model(x))
             assert fast.stats.joined_bytes == 0
-            counts.append(fast._engine.operators.compiled)
+            counts.append(engine_of(fast).operators.compiled)
     assert counts == [2, 4, 4, 4]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from tests.helpers import Each, assert_equal, compiled, randn
 
 
@@ -154,7 +155,7 @@ def test_results_are_those_of_the_batch_as_it_was(name: str, split: int | None) 
                     assert [one is leaf for leaf in leaves] == [other is leaf for leaf in others]
                     assert one.stride() == other.stride()
                     assert (one.data_ptr() == x.data_ptr()) == (other.data_ptr() == x.data_ptr())
-    assert [plan.batch_size for plan in fast._engine.plans()] == [8]
+    assert [plan.batch_size for plan in engine_of(fast).planner.plans()] == [8]
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -215,7 +216,7 @@ def test_gradients_of_inputs_are_those_of_the_batch_as_it_was() -> None:
         x = randn(rows, 4).requires_grad_()
         grads = [torch.autograd.grad((f(x) ** 2).sum(), x)[0] for f in (fast, model)]
         torch.testing.assert_close(*grads)
-    assert {plan.batch_size for plan in fast._engine.plans()} == {8}
+    assert {plan.batch_size for plan in engine_of(fast).planner.plans()} == {8}
 
 
 def test_a_view_of_an_input_is_refused_in_training_too() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.schedule.identity import identity
 from dynaflow.strategies.branches import Branches
 from dynaflow.strategies.nanoflow import NanoFlow
@@ -255,7 +256,7 @@ def test_the_arena_holds_what_is_alive_and_no_more(inner: df.OpSchedulerBase | N
     sizes = []
     for ahead in (0, 1, 11):
         fast = compiled(model, Prefetch(inner, ahead), verify=True)
-        fast._engine.operators.writes_into = True
+        engine_of(fast).operators.writes_into = True
         with torch.no_grad():
             for batch in (x, x[:3], x):
                 torch.testing.assert_close(fast(batch), model(batch))
@@ -269,7 +270,7 @@ def test_the_arena_holds_what_is_alive_and_no_more(inner: df.OpSchedulerBase | N
 
 def graph_code(fast: df.CompiledModel) -> list[str]:
     """What the operators of the last plan call."""
-    lowered = list(fast._engine._schedules.plans.values())[-1]
+    lowered = list(engine_of(fast).planner.cache.plans.values())[-1]
     assert lowered.code is not None
     calls = [f.__self__ for f in lowered.code.names.values() if isinstance(getattr(f, "__self__", None), nn.Module)]
     return [call.code for call in calls]
@@ -290,7 +291,7 @@ def test_llama_in_two_micro_batches() -> None:
     model, inputs = ZOO["llama"].build(), ZOO["llama"].inputs(4)
     df.offload(model, "cpu", "model.layers.*", at_least=512)
     fast = compiled(model, Prefetch(NanoFlow()), verify=True, fullgraph=True)
-    fast._engine.operators.writes_into = True
+    engine_of(fast).operators.writes_into = True
     with torch.no_grad():
         for batch in (4, 6, 4):
             inputs = ZOO["llama"].inputs(batch)

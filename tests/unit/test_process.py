@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, names, randn, run_both, whole
 
 X = randn(6, 8)
@@ -532,7 +533,7 @@ def test_threads_end_with_the_compiled_object() -> None:
     with torch.no_grad():
         fast(X)
     assert len(lanes_alive() - before) == 2, "the first lane is the caller's own thread"
-    gone = weakref.ref(fast._engine)
+    gone = weakref.ref(engine_of(fast))
     del fast
     gc.collect()
     assert gone() is None, "something keeps the engine alive"
@@ -547,7 +548,7 @@ def test_threads_end_when_the_graph_was_broken() -> None:
     fast = compiled(Breaking(), Each([df.SplitModule("*first")], lanes=2))
     with torch.no_grad():
         fast(X)
-    gone = weakref.ref(fast._engine)
+    gone = weakref.ref(engine_of(fast))
     del fast
     gc.collect()
     assert gone() is None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.engine import recorder
 from dynaflow.lower import lower
 from dynaflow.lower.codegen import event_count, generate
@@ -68,7 +69,7 @@ def line() -> tuple[Any, Any, Tensor]:
 
 
 def plans_of(fast: Any) -> list[Any]:
-    return list(fast._engine._schedules.plans.values())
+    return list(engine_of(fast).planner.cache.plans.values())
 
 
 # Off and on
@@ -242,7 +243,7 @@ def test_two_models_and_two_threads() -> None:
 def test_a_model_that_is_gone_is_not_taken_for_the_next(line: Any) -> None:
     """Which may well have its address."""
     _, fast, x = line
-    marked = fast._engine.marked(plans_of(fast)[0])
+    marked = engine_of(fast).planner.marked(plans_of(fast)[0])
     with torch.no_grad():
         given = arguments(fast, x)
 
@@ -317,9 +318,9 @@ def test_launches_of_one_graph_have_one_set_of_times(line: Any) -> None:
     """A real graph fills the marks that it was captured with, again at each launch."""
     _, fast, _ = line
     (lowered,) = plans_of(fast)
-    marks = replace(fast._engine.marked(lowered).marks, own=True)
+    marks = replace(engine_of(fast).planner.marked(lowered).marks, own=True)
     moments = [float(i) for i in range(marks.count)]
-    owner = weakref.ref(fast._engine)
+    owner = weakref.ref(engine_of(fast).planner)
     with df.record() as recording:
         calls = [recordings._Raw(marks, moments, i, i + 1.0, "thread", "Line", owner, None) for i in range(3)]
         recording._raw[marks.key] = deque(calls)
@@ -385,7 +386,8 @@ def cuda_code(fast: Any, x: Tensor, segmented: bool = False) -> tuple[Any, ...]:
     with torch.no_grad():
         ready = fast._ready((x,), {})
     job = lower._Job(plan=ready.plan, graph=ready.graph, sizes=ready.trials.plan().values, functions={}, chains=True)
-    program, plan = fast._engine.lowerer._program(job, pieces=True) if segmented else fast._engine.lowerer._program(job)
+    lowerer = engine_of(fast).planner.lowerer
+    program, plan = lowerer._program(job, pieces=True) if segmented else lowerer._program(job)
     segments = make_segments(program, frozenset()) if segmented else ()
     marks = make_marks(plan, ready.graph, job.sizes, program, segments)
     return generate(program, cuda=True, hook=False, segments=segments, marks=marks), marks, ready.trials.args, program
@@ -404,7 +406,7 @@ def test_events_are_recorded_on_the_streams_of_tasks(line: Any, segmented: bool)
     events = [Mark(f"e{i}", log) for i in range(event_count(program))]
     moments = [Mark(f"mark {i}", log) for i in range(marks.count)]
     with torch.no_grad():
-        (found,) = code.run([*args, moments], None, (), streams, events, lambda stream: None)
+        (found,) = code.run([*args, moments], streams, events, lambda stream: None)
         torch.testing.assert_close(found, model(x))
     for (first, last), task in zip(marks.spans, marks.plan.tasks, strict=True):
         stream = "s1" if task.lane == "side" else "s0"
@@ -424,7 +426,7 @@ def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setitem(recordings._events, device, [])
     moments = [Mark("m", [], 2000.0 + i) for i in range(marks.count)]
-    owner = weakref.ref(fast._engine)
+    owner = weakref.ref(engine_of(fast).planner)
     with df.record() as recording:
         recording._bases[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
         recording._raw[marks.key] = deque([recordings._Raw(marks, moments, 1.0, 2.0, "t", "Line", owner, 7)])
@@ -605,9 +607,9 @@ def test_a_report_hears_nothing_of_other_models(line: Any) -> None:
 def test_calls_in_a_row_compute_the_same(line: Any) -> None:
     model, fast, x = line
     (lowered,) = plans_of(fast)
-    row = fast._engine.marked(lowered, row=True)
+    row = engine_of(fast).planner.marked(lowered, row=True)
     with torch.no_grad(), df.record() as recording:
-        (found,) = recording.run(row, [*arguments(fast, x)], fast._engine)
+        (found,) = recording.run(row, [*arguments(fast, x)], engine_of(fast).planner)
         torch.testing.assert_close(found, model(x))
     (call,) = recording.calls
     assert len(call.plan.lanes) == 1 and len(call.spans) == len(fast.plan(x).tasks)

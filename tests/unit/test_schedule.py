@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.engine import engine
 from tests.helpers import (
     STACK_RULES,
     Each,
@@ -364,7 +363,7 @@ def test_schedulers_that_cut_alike_share_the_partition() -> None:
 
 
 def test_of_many_ways_to_cut_a_graph_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "CUTS_KEPT", 2)
+    monkeypatch.setattr("dynaflow.engine.analyzed_graph.CUTS_KEPT", 2)
     model = Stack()
     fast = compiled(model, Each(STACK_RULES))
     fast(X)
@@ -663,7 +662,7 @@ def test_items_of_another_context_are_refused() -> None:
 
 
 def test_a_bounded_number_of_plans_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynaflow.engine.engine.PLANS_KEPT", 2)
+    monkeypatch.setattr("dynaflow.engine.plan_cache.MOST", 2)
     scheduler = Each(STACK_RULES)
     fast = compiled(Stack(), scheduler)
     for batch in (4, 5, 6, 6, 5, 4):

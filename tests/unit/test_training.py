@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, randn
 from tests.zoo import ZOO, to
 
@@ -289,7 +290,7 @@ def test_nothing_is_said_where_all_is_well() -> None:
 def test_a_compiled_model_that_was_trained_can_go() -> None:
     fast = compiled(Stack(), Each(STACK_RULES, split=2))
     fast(torch.randn(4, 8)).sum().backward()
-    engine = weakref.ref(fast._engine)
+    engine = weakref.ref(engine_of(fast))
     del fast
     gc.collect()
     assert engine() is None
@@ -439,7 +440,7 @@ def test_a_model_that_counts_its_calls_is_scheduled() -> None:
         torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
         assert calls is model.calls
     assert not fast.stats.plain_graphs
-    assert any(len(plan.micro_batches) == 2 for plan in fast._df_engine.plans())
+    assert any(len(plan.micro_batches) == 2 for plan in engine_of(fast).planner.plans())
 
 
 @pytest.mark.filterwarnings("error:.*can't be traced")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import dynaflow as df
-from dynaflow.lower.executable import Lowered
+from dynaflow.api import engine_of
+from dynaflow.engine.runner import GraphRunner
 from tests.helpers import Each, compiled
 from tests.unit.test_training import assert_same, gradients
 
@@ -72,14 +73,14 @@ class Layers(nn.Module):
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    run = Lowered.__call__
+    run = GraphRunner.boxed
 
-    def noted(self: Lowered, args: Any) -> Any:
+    def noted(self: GraphRunner, args: Any) -> Any:
         watch.note(args)
         return run(self, args)
 
     watch.__init__()  # type: ignore[misc]
-    monkeypatch.setattr(Lowered, "__call__", noted)
+    monkeypatch.setattr(GraphRunner, "boxed", noted)
     return watch
 
 
@@ -133,5 +134,5 @@ def test_copies_on_the_host_go_as_well(split: int | None, operators: Any, watche
     for _ in range(2):
         assert_same(gradients(model, fast, {"x": x}), expected)
     assert len(watched.found) == 2 and watched.found[0] == watched.found[1] == (0, LAYERS + 1)
-    backward = fast._engine.plans()[1]
-    assert "fetch" in backward.code and "new_" not in backward.code, "fetched to memory that stays until the end"
+    backward = engine_of(fast).planner.plans()[1]
+    assert "fetch" in backward.code and "new_b" not in backward.code, "fetched to memory that stays until the end"

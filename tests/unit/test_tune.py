@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.engine.snapshot import Snapshot
 from dynaflow.tune.decision import Decision, Tried
 from dynaflow.tune.measure import Timing, side_by_side, timings
@@ -212,7 +213,7 @@ def test_auto_in_the_background() -> None:
     start = time.perf_counter()
     assert_equal(fast(X), plain(X))
     assert fast.plan(X).sequential, "until it knows better"
-    for thread in fast._engine.deciding:
+    for thread in engine_of(fast).planner.deciding:
         thread.join(60)
     assert time.perf_counter() - start < 60
     assert not fast.plan(X).sequential
@@ -249,9 +250,9 @@ def test_profile_of_a_sequence_compiles_nothing() -> None:
     fast = df.compile(Stack(), "sequential")
     with torch.no_grad():
         fast(X)
-        before = fast._engine.operators.compiled
+        before = engine_of(fast).operators.compiled
         (seconds,) = fast.profile(X).values()
-    assert seconds > 0 and fast._engine.operators.compiled == before > 0
+    assert seconds > 0 and engine_of(fast).operators.compiled == before > 0
 
 
 def test_profile_of_shares() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow.api import engine_of
 from dynaflow.lower.codegen import Code, event_count, generate
 from dynaflow.lower.compile_ops import Operators
 from dynaflow.lower.fuse_tasks import Unit, make_units
@@ -66,7 +67,7 @@ ROWS = [df.SplitModule(Row)]
 def fast_of(model: Callable[..., Any], scheduler: df.OpSchedulerBase, **options: Any) -> df.CompiledModel:
     """Uncompiled operators, but written into buffers as compiled ones are."""
     fast = compiled(model, scheduler, **options)
-    fast._engine.operators.writes_into = True
+    engine_of(fast).operators.writes_into = True
     return fast
 
 
@@ -555,14 +556,15 @@ class FakeEvent:
 
 def arguments_of(fast: df.CompiledModel, *inputs: Tensor) -> tuple[Any, ...]:
     """What the captured graph gets when the model is called with these inputs."""
-    engine, found = fast._engine, []
-    find = engine.find
-    engine.find = lambda runner, situation, args: (found.append(args), find(runner, situation, args))[1]
+    planner, found = engine_of(fast).planner, []
+    planner.renew()
+    find = planner.find
+    planner.find = lambda cache, request: (found.append(request.args), find(cache, request))[1]
     try:
         with torch.no_grad():
             fast(*inputs)
     finally:
-        del engine.find
+        del planner.find
     return found[0]
 
 
@@ -593,7 +595,7 @@ def in_pieces(model: type[nn.Module], text: str, outside: str) -> tuple[Code, Pr
             events = [FakeEvent() for _ in range(event_count(program))]
             more = (streams, events, lambda stream: log.append(f"on {stream.name}"))
         with torch.no_grad():
-            (result,) = code.run(args, None, memory, *more)
+            (result,) = code.run(args, *([memory] if program.views else []), *more)
         return result
 
     return code, program, segments, log, run

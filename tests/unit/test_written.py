@@ -88,9 +88,9 @@ def test_it_is_scheduled_and_runs_as_the_captured_one(stack: Stack, operators: s
         with torch.no_grad():
             (result,) = engine.backend(graph, list(args))(*args)
         torch.testing.assert_close(result, stack(x))
-        (cut,) = engine._schedules.graphs.values()
+        (cut,) = engine.planner.cache.graphs.values()
         identities.append(graph_identity(cut))
-        (plan,) = engine.plans()
+        (plan,) = engine.planner.plans()
         assert len(plan.micro_batches) == 2
     assert identities[0] == identities[1], "plans that were kept on disk are found under it"
 
@@ -120,7 +120,7 @@ def test_another_call_may_bring_other_tensors() -> None:
                 seen = randn(6, 4) + (1 if taken is args else 0)
                 (result,) = run(*taken)
                 torch.testing.assert_close(result, (randn(6, 4) + 1) * model.weight + seen, msg="x and y may be one")
-        assert all(len(plan.micro_batches) == 2 for plan in engine.plans())
+        assert all(len(plan.micro_batches) == 2 for plan in engine.planner.plans())
 
 
 def test_what_can_not_be_written_is_refused() -> None:

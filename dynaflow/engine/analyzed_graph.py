@@ -1,0 +1,58 @@
+"""A captured graph, and what has been found out about it, whoever schedules it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+
+from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
+from dynaflow.capture.captured_graph import CapturedGraph
+from dynaflow.core.bounded import Bounded
+from dynaflow.schedule.split import request_count
+
+CUTS_KEPT = 32
+Spaces = tuple[frozenset[sympy.Symbol], ...]
+"""The symbols that stand for the rows of the batch, and those for the requests of a ragged one."""
+
+
+class AnalyzedGraph:
+    """The graph of one capture with its batch analysis and its partitions, both made when first asked for."""
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        self.graph = graph
+        self.plain: str | None = None
+        """Why the graph runs plainly, if it does."""
+        idle = graph.idle
+        self.size_positions = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
+        """Of the inputs that are numbers: a plan is made for their values."""
+        self._probes: dict[Spaces, Any] = {}
+        self.partitions = Bounded(CUTS_KEPT)
+        """By the batch's symbols and a scheduler's rules: the OpGraph, also for schedulers to come that cut alike."""
+
+    def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(map(args.__getitem__, self.size_positions))
+
+    def spaces(self, args: Sequence[Any], facts: Mapping[str, Any]) -> tuple[Spaces, dict[sympy.Symbol, int]]:
+        """The symbols that stand for the batch of a call, and what all symbols are worth in it."""
+        values = self.graph.symbol_values(args)
+        return self.graph.batch_spaces(values, request_count(facts.get("num_tokens"))), values
+
+    def probe(self, spaces: Spaces) -> Any:
+        """The facts of the graph's nodes; with no batch when none can be followed; None when all fails."""
+        if spaces not in self._probes:
+            try:
+                self._probes[spaces] = probe(self.graph, spaces)
+            except Unschedulable as e:
+                self.plain = str(e)
+                self._probes[spaces] = None
+            except Contradiction as e:
+                self.plain = None if spaces else str(e)
+                self._probes[spaces] = self.probe(()) if spaces else None
+        return self._probes[spaces]
+
+    @property
+    def known_probe(self) -> Any:
+        """One that was made before, for any batch; None if there is none."""
+        return next((found for found in self._probes.values() if found is not None), None)
