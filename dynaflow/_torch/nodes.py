@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -48,8 +49,8 @@ def looked_at(node: Any) -> Any:
     return [*looked_through(node)][-1] if isinstance(node, fx.Node) else node
 
 
-def boxed_forward(gm: fx.GraphModule) -> Boxed:
-    """The graph's own function, uncompiled. Seen on 2.11 and 2.13."""
+def boxed_forward(gm: fx.GraphModule, direct: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType({})) -> Boxed:
+    """The graph's own function, uncompiled; with these in place of operators. Seen on 2.11 and 2.13."""
     from torch.fx.graph import CodeGen
 
     class FromAList(CodeGen):
@@ -60,6 +61,8 @@ def boxed_forward(gm: fx.GraphModule) -> Boxed:
 
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        node.target = direct.get(node.target, node.target)
     graph.set_codegen(FromAList())
     return cast("Boxed", fx.GraphModule(gm, graph).forward)
 

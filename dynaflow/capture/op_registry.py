@@ -36,6 +36,8 @@ _globs: dict[str, ByRows] = {}
 _collectives: dict[str, Collective] = {}
 _left_alone: set[str] = set()
 _capturable: set[str] = set()
+direct_calls: dict[_torch.OpOverload, Callable[..., Any]] = {}
+"""See `call_directly`."""
 
 
 def by_rows(*operators: Any, follows: Sequence[str] = (), state: Sequence[str] = (), flat: bool = False) -> None:
@@ -97,6 +99,11 @@ def left_alone(*operators: Any, capturable: bool = False) -> None:
     _left_alone.update(names)
     if capturable:
         _capturable.update(names)
+
+
+def call_directly(operator: _torch.OpOverload, function: Callable[..., Any]) -> None:
+    """Where a graph runs uncompiled, this function is called in place of the operator: past torch's dispatcher."""
+    direct_calls[operator] = function
 
 
 def _names(who: str, operators: Sequence[Any]) -> list[str]:

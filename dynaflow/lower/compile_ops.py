@@ -18,7 +18,7 @@ from dynaflow import _torch
 from dynaflow._torch import Boxed
 from dynaflow.capture.batch_analysis.probe import concrete
 from dynaflow.capture.captured_graph import KIND, Shape, Thing, copied
-from dynaflow.capture.op_registry import is_left_alone, is_never_captured, leaves_some_alone
+from dynaflow.capture.op_registry import direct_calls, is_left_alone, is_never_captured, leaves_some_alone
 from dynaflow.core import forks
 from dynaflow.errors import DynaFlowError
 from dynaflow.lower.first_call import Untried
@@ -134,7 +134,7 @@ class Operators:
     def as_it_is(self, module: fx.GraphModule) -> Boxed:
         """A function of the graph's inputs, uncompiled."""
         if module not in self._uncompiled:
-            self._uncompiled[module] = _torch.boxed_forward(module)
+            self._uncompiled[module] = _torch.boxed_forward(module, direct_calls)
         return self._uncompiled[module]
 
     def get(self, source: Source, sizes: Sizes, strides: Strides | None = None) -> Boxed:

@@ -24,7 +24,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.captured_graph import copied, input_name
-from dynaflow.capture.op_registry import arguments, by_rows, left_alone
+from dynaflow.capture.op_registry import arguments, by_rows, call_directly, left_alone
 from dynaflow.capture.serialize import given, read, written
 from dynaflow.core import forks
 from dynaflow.core.disk_cache import only_mine
@@ -184,7 +184,7 @@ class Batch:
             self.phase = "decode" if longest == 1 else "mixed" if shortest == 1 else "prefill"
         self.parts: dict[tuple[int, int], Any] = {}
         """By first and last row: what was made for the parts that were asked for."""
-        self._lock = forks.rlock()
+        self.lock = forks.rlock()
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -201,26 +201,47 @@ class Batch:
         """In this context the system's operators find a part."""
         raise NotImplementedError
 
-    def entered(self, start: int, stop: int) -> AbstractContextManager[None]:
+    def entered(self, start: int, stop: int) -> AbstractContextManager[Any]:
         """In this context they find these rows."""
-        return _NOTHING if (start, stop) == (0, self.rows) else self._entered(start, stop)
+        return _NOTHING if (start, stop) == (0, self.rows) else _Entered(self, start, stop)
 
-    @contextlib.contextmanager
-    def _entered(self, start: int, stop: int) -> Iterator[None]:
-        """One thread at a time: where they look is a global of the system's."""
-        with self._lock:
-            if (start, stop) not in self.parts:
-                ends = self.requests.ends
-                if (start and start not in ends) or stop not in ends:
-                    raise DynaFlowError(
-                        f"the batch can't be cut into tokens {start} to {stop}: requests end at {ends}",
-                        advice="cut at request boundaries: ctx.split(n) does",
-                    )
-                if len(self.parts) == self.most:
-                    raise DynaFlowError(f"the batch is cut into more than {self.most} parts", advice="split it less")
-                self.parts[start, stop] = self.part(start, stop)
-            with self.enter(self.parts[start, stop]):
-                yield
+    def known_part(self, start: int, stop: int) -> Any:
+        if (start, stop) not in self.parts:
+            ends = self.requests.ends
+            if (start and start not in ends) or stop not in ends:
+                raise DynaFlowError(
+                    f"the batch can't be cut into tokens {start} to {stop}: requests end at {ends}",
+                    advice="cut at request boundaries: ctx.split(n) does",
+                )
+            if len(self.parts) == self.most:
+                raise DynaFlowError(f"the batch is cut into more than {self.most} parts", advice="split it less")
+            self.parts[start, stop] = self.part(start, stop)
+        return self.parts[start, stop]
+
+
+class _Entered:
+    """The context for a part of a batch. One thread at a time: where operators look is a global of the system's."""
+
+    __slots__ = ("_batch", "_context", "_rows")
+
+    def __init__(self, batch: Batch, start: int, stop: int) -> None:
+        self._batch, self._rows = batch, (start, stop)
+
+    def __enter__(self) -> None:
+        batch = self._batch
+        batch.lock.acquire()
+        try:
+            self._context = batch.enter(batch.known_part(*self._rows))
+            self._context.__enter__()
+        except BaseException:
+            batch.lock.release()
+            raise
+
+    def __exit__(self, *exc: Any) -> bool | None:
+        try:
+            return self._context.__exit__(*exc)
+        finally:
+            self._batch.lock.release()
 
 
 def _pieces(rows: int, longest: int) -> list[int]:
@@ -323,5 +344,6 @@ def _told(op: _torch.OpOverload, within: Within, opaque: type | None) -> Any:
             return op(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
+    call_directly(told := getattr(getattr(torch.ops, TOLD), name).default, run)
     torch.library.register_fake(f"{TOLD}::{name}", lambda rows, *a, **k: op(*a, **k), lib=_library)
-    return getattr(getattr(torch.ops, TOLD), name).default
+    return told
