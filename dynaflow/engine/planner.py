@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ from dynaflow.partition.rules import SplitFunc, SplitModule
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import ScheduleContext
-from dynaflow.schedule.plan_store import KeptPlan, frozen, functions_of, hashable, registered
+from dynaflow.schedule.plan_store import StoredPlan, frozen, functions_of, hashable, registered
 from dynaflow.schedule.rank_consensus import Meetings
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -334,7 +335,7 @@ class Planner:
             return None
         ctx = request.new_context(graph)
         start = time.perf_counter()
-        kept = loaded = place = None
+        stored = loaded = place = None
         if cache.has_key:
             place = (request.graph, graph.spaces, self._own_key(cache, request))
         pattern = cache.patterns.get(place)
@@ -342,8 +343,11 @@ class Planner:
             plan, functions = ctx.resized(pattern[0]), pattern[1]
         else:
             # Made now: schedule() may change the scheduler.
-            kept = KeptPlan(cache.scheduler, graph, request.sizes, ctx, request.facts)
-            loaded = None if cache.is_elastic else kept.load()  # which does not tell what else it would serve
+            stored = _called(
+                partial(StoredPlan, cache.scheduler, graph, request.sizes, ctx, request.facts),
+                f"the scheduler {type(cache.scheduler).__name__}", "mend cache_key()",
+            )  # fmt: skip
+            loaded = None if cache.is_elastic else stored.load()  # which does not tell what else it would serve
             if loaded is not None:
                 plan, functions = loaded
                 self.stats.plans_loaded += 1
@@ -356,8 +360,8 @@ class Planner:
             check(plan, graph, ctx.batch_size, ctx.facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
         self.stats.schedule_seconds += checked_at - start
         self.stats.check_seconds += time.perf_counter() - checked_at
-        if kept is not None and loaded is None:
-            self.stats.plans_stored += kept.keep(plan, functions)
+        if stored is not None and loaded is None:
+            self.stats.plans_stored += stored.store(plan, functions)
         if not cache.has_key:
             cache.note_read(request, ctx.facts.read)
         return Planned(plan=plan, graph=graph, functions=functions, values=request.batch[1])

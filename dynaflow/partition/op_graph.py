@@ -143,3 +143,11 @@ class OpGraph:
         for op in self.ops:
             text.append(f"{op.name} {op.reads} {op.writes} {op.touches} {op.after} {op.follows} {op.splittable}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+    @cached_property
+    def identity(self) -> str:
+        """Equal when a scheduler sees equal graphs: the fingerprint alone covers no tags, sizes or types."""
+        ops = [f"{sorted(op.tags)} {op.shared} {op.refusal} {op.functions}" for op in self.ops]
+        shapes = {shape: str(shape) for shape in {v.shape for v in self.values}}  # few distinct ones, slow to print
+        values = [f"{v.name} {v.dims} {shapes[v.shape]}" for v in self.values]
+        return hashlib.sha256("\n".join([self.fingerprint, *ops, *values]).encode()).hexdigest()

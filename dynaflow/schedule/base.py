@@ -56,6 +56,15 @@ class OpSchedulerBase:
         """What the decision depends on. By default: the sizes of the inputs and the facts that were read."""
         return None
 
+    def cache_key(self) -> Any:
+        """Everything but the context that `schedule` depends on, as plain data: usually its options.
+
+        With a cache key, plans are stored on disk and reused by other processes. The default, None, disables that. The
+        source files of the scheduler's classes are part of the key already; if it depends on code elsewhere, add a
+        version number.
+        """
+        return None
+
     def choose(self, ctx: ScheduleContext) -> OpSchedulerBase:
         """Who takes this situation over: another scheduler, with cuts of its own, or this one.
 
@@ -72,11 +81,15 @@ class OpSchedulerBase:
 class Sequential(OpSchedulerBase):
     """Runs the uncut graph."""
 
+    def cache_key(self) -> Any:
+        return ()
+
 
 class WrappingScheduler(OpSchedulerBase):
     """Does some of the work, and leaves the rest to another scheduler, `inner`, as all that a subclass does not define.
 
-    But `key` is its own: what `inner` would be asked for a key is another graph, perhaps.
+    But `key` is its own: what `inner` would be asked for a key is another graph, perhaps. So is `cache_key`, to which
+    that of `inner` is added.
     """
 
     def __init__(self, inner: OpSchedulerBase | None = None) -> None:

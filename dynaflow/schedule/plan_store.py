@@ -1,37 +1,44 @@
-"""Plans kept on disk, so that a new process need not ask the scheduler again.
-
-A plan is found again when all that it depends on is the same: the scheduler's code and state, the graph, the sizes, the
-facts that were read, the device, and the versions. Which facts are read is only known once the scheduler has run, so
-their names lie under one key, and the plan under another that has their values in it.
-"""
+"""Plans on disk, reused by other processes, for schedulers that have a `cache_key`."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
 import json
+import platform
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import torch
 
+import dynaflow
 from dynaflow.core.device import device_for
 from dynaflow.core.disk_cache import Store, enabled
-from dynaflow.core.plan import Plan
+from dynaflow.core.plan import FORMAT, Plan
 from dynaflow.errors import PlanError, ScheduleError, shown
 from dynaflow.partition.op_graph import OpGraph
-from dynaflow.schedule.base import OpSchedulerBase
+from dynaflow.schedule.base import OpSchedulerBase, WrappingScheduler
 from dynaflow.schedule.check import check
 from dynaflow.schedule.context import FACT_NAMES, ScheduleContext, function_name
-from dynaflow.schedule.identity import graph_identity, judged, plan_key
 
 PLAIN = frozenset((int, str, bool, float, NoneType))
-"""Kinds of facts that are keys as they are."""
+"""Types of facts that are keys as they are."""
 Functions = Mapping[str, Callable[..., Any]]
 _store = Store("plans")
+_STARTED = time.time()
 
 
-class KeptPlan:
-    """The place on disk of the plan for one situation. Made before the scheduler runs, which may change it."""
+class StoredPlan:
+    """The place on disk of one plan. Made before the scheduler runs, since `schedule` may change its state.
+
+    A plan is found again when everything that it depends on is the same: the scheduler (`identity`), the graph, the
+    sizes, the facts that were read, the device and the versions. Which facts are read is known only after the
+    scheduler has run, so their names are stored under one key, and the plan under another that has their values in it.
+    """
 
     def __init__(
         self,
@@ -42,13 +49,12 @@ class KeptPlan:
         facts: Mapping[str, Any],
     ) -> None:
         self._graph, self._sizes, self._ctx, self._facts = graph, sizes, ctx, facts
-        self._who, reached = judged(scheduler) if enabled() else (None, [])
-        self._functions = registered(reached)
-        self._what = graph_identity(graph) if self._who else ""
+        self._scheduler = identity(scheduler) if enabled() else None
+        self._functions = registered(scheduler.functions) if self._scheduler else {}
 
     def load(self) -> tuple[Plan, Functions] | None:
-        """The plan that another process left; proved like any other, and dropped if it is no good."""
-        if self._who is None:
+        """The stored plan, checked like any other; None if there is none, or if it is invalid."""
+        if self._scheduler is None:
             return None
         ctx, facts = self._ctx, self._facts
         try:
@@ -63,9 +69,10 @@ class KeptPlan:
         ctx.facts.read.update(names)
         return plan, functions
 
-    def keep(self, plan: Plan, functions: Functions) -> bool:
+    def store(self, plan: Plan, functions: Functions) -> bool:
+        """Whether it could be stored: it has to be found again by the names of its functions."""
         known = all(self._functions.get(name) is f for name, f in functions.items())
-        if self._who is None or plan.sequential or not known:
+        if self._scheduler is None or plan.sequential or not known:
             return False
         first = self._key(None) or ""
         names = sorted({*json.loads(_store.get(first) or "[]"), *self._ctx.facts.read})
@@ -77,11 +84,77 @@ class KeptPlan:
         return True
 
     def _key(self, names: Sequence[str] | None) -> str | None:
-        read = None if names is None else tuple((name, fact_value(self._facts, name)) for name in names)
-        assert self._who is not None
+        """None if a fact is not plain data."""
         ctx = self._ctx
+        try:
+            read = None if names is None else tuple((name, fact_value(self._facts, name)) for name in names)
+            facts = plain(read)
+        except (NotPlain, ScheduleError):
+            return None
         device = f"{ctx.device} as {device_for(ctx.device).name}"
-        return plan_key(self._who, self._what, self._sizes, ctx.batch_size, read, device, ctx.sms)
+        rest = (self._scheduler, self._graph.identity, self._sizes, ctx.batch_size, device, ctx.sms)
+        return f"plan {FORMAT} {rest} {facts}"
+
+
+class NotPlain(Exception):
+    """Something has no text that would be equal in another process."""
+
+
+def identity(scheduler: OpSchedulerBase) -> str | None:
+    """The classes of a scheduler, with their source files and cache keys, and of those that it wraps; None if one has
+    no cache key, or no source file."""
+    parts = []
+    while True:
+        key = scheduler.cache_key()
+        if key is None:
+            return None
+        kind = type(scheduler)
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        try:
+            parts.append((name, _versions(), [_source(base) for base in kind.__mro__], plain(key)))
+        except NotPlain as e:
+            raise ScheduleError(
+                f"{kind.__qualname__}.cache_key() returned {shown(key)}, and {e}",
+                advice="return numbers, texts, booleans and None, in tuples, lists, dicts or sets; or None",
+            ) from None
+        except (OSError, TypeError):  # no file, as in a shell
+            return None
+        if not isinstance(scheduler, WrappingScheduler):
+            return str(parts)
+        scheduler = scheduler.inner
+
+
+def plain(value: Any) -> str:
+    """Plain data as a text. Raises NotPlain for anything else."""
+    if type(value) in PLAIN:
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{plain(k)}: {plain(v)}' for k, v in value.items()))}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(plain, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(plain, value))})"
+    raise NotPlain(f"{shown(value)} is not plain data")
+
+
+def _source(kind: type) -> str:
+    """A digest of the file that a class is written in; "" for those that count by version."""
+    package = kind.__module__.partition(".")[0]
+    return "" if package in ("builtins", "dynaflow", "abc", "typing") else _digest(Path(inspect.getfile(kind)))
+
+
+def _digest(path: Path) -> str:
+    if path.stat().st_mtime > _STARTED:
+        raise OSError(f"{path} was edited after it was imported, perhaps")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@functools.cache
+def _versions() -> str:
+    """Of all that makes plans. Ours counts by its source, since it may be a working copy."""
+    package = Path(dynaflow.__file__).parent
+    ours = hashlib.sha256("".join(_digest(path) for path in sorted(package.rglob("*.py"))).encode()).hexdigest()
+    return f"torch {torch.__version__} python {platform.python_version()} dynaflow {ours}"
 
 
 def registered(functions: Iterable[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import dynaflow as df
 
@@ -45,6 +46,9 @@ class Branches(df.OpSchedulerBase):
             df.SplitModule(cut, optional=cut in CUTS) if isinstance(cut, (str, re.Pattern)) else cut
             for cut in self.cuts
         ]
+
+    def cache_key(self) -> Any:
+        return self.lanes, self.wait
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         if min(self.lanes, len(ctx.ops)) < 2:

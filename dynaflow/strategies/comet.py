@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import dynaflow as df
 
@@ -44,6 +45,9 @@ class Comet(df.OpSchedulerBase):
             # Tokens are sorted by expert inside, and back again: row by row, though it can't be seen.
             rules.append(df.SplitModule(self.experts, tag="experts", splittable=True, optional=True))
         return rules
+
+    def cache_key(self) -> Any:
+        return self.parts, self.min_rows
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)

@@ -6,6 +6,8 @@ computes. All collectives go to one lane, so they keep one order on all ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import dynaflow as df
 
 
@@ -26,6 +28,9 @@ class CommOverlap(df.OpSchedulerBase):
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return [df.SplitFunc(self.collectives, tag="network", splittable=self.by_rows, optional=True)]
+
+    def cache_key(self) -> Any:
+        return self.parts, self.min_rows
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)

@@ -6,6 +6,8 @@ dispatch, run beside the routed ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import dynaflow as df
 
 
@@ -31,6 +33,9 @@ class DualBatch(df.OpSchedulerBase):
             df.SplitModule(self.shared, tag="shared", optional=True),
             df.SplitFunc(self.collectives, tag="network", optional=True),
         ]
+
+    def cache_key(self) -> Any:
+        return self.parts, self.min_rows
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)

@@ -7,6 +7,7 @@ take turns at computing: when one comes to its attention, or to a collective, th
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import dynaflow as df
 
@@ -40,6 +41,9 @@ class NanoFlow(df.OpSchedulerBase):
             df.SplitFunc(self.collectives, tag="network", splittable=self.by_rows, optional=True),
             *(df.SplitModule(path) for path in self.merged),
         ]
+
+    def cache_key(self) -> Any:
+        return self.parts, self.min_rows, self.sms, self.exclusive
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)

@@ -26,6 +26,9 @@ class OptimizerBeside(df.WrappingScheduler):
         self.at_least(0, behind=behind)
         self.behind = behind
 
+    def cache_key(self) -> Any:
+        return (self.behind,)
+
     def schedule(self, ctx: df.ScheduleContext) -> Any:
         if not any(UPDATE in op.tags for op in ctx.ops):
             return self.inner.schedule(ctx)

@@ -39,6 +39,9 @@ class Prefetch(df.WrappingScheduler):
             df.SplitFunc(torch.ops.dynaflow.store, tag=STORE, optional=True),
         ]
 
+    def cache_key(self) -> Any:
+        return self.ahead, self.behind
+
     def schedule(self, ctx: df.ScheduleContext) -> Any:
         if not any(op.tags & {FETCH, STORE} for op in ctx.ops):
             return self.inner.schedule(ctx)

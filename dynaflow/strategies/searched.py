@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dynaflow as df
 from dynaflow.tune.solver import Piece, solve
 
@@ -26,6 +28,9 @@ class Searched(df.OpSchedulerBase):
             df.SplitFunc(self.attention, tag="memory", optional=True),
             df.SplitFunc(self.collectives, tag="network", optional=True),
         ]
+
+    def cache_key(self) -> Any:
+        return self.parts, self.seconds
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         parts = min(self.parts, ctx.max_parts)

@@ -35,7 +35,6 @@ from dynaflow.errors import DynaFlowError
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.context import ScheduleContext
-from dynaflow.schedule.identity import graph_identity
 from dynaflow.schedule.rank_consensus import PATIENCE
 from dynaflow.tune.decision import SEQUENCE, Decision, Tried
 from dynaflow.tune.measure import ROUNDS, Timing, side_by_side, timings
@@ -269,7 +268,7 @@ class Tuner:
         ctx = self.ctx
         names = "all" if callable(self.among) else [name for name, _ in self.among]
         card = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ""
-        parts = [graph_identity(ctx.graph), sorted(ctx.inputs.items()), str(ctx.device), card, ctx.sms, names,
+        parts = [ctx.graph.identity, sorted(ctx.inputs.items()), str(ctx.device), card, ctx.sms, names,
                  self.trials.cudagraph, torch.__version__, str(ctx.facts.get("num_tokens"))]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

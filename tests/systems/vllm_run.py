@@ -233,14 +233,13 @@ def _worker(self: Any) -> dict[str, Any]:
     from vllm.compilation.counter import compilation_counter
 
     from dynaflow.integrations import vllm as integration
-    from dynaflow.schedule.identity import graph_identity
 
     (forward,) = integration.forwards()
     return {
         "process": os.getpid(),
         "runs": forward.stats.runs,
         "sequential_runs": forward.stats.sequential_runs,
-        "graphs": [graph_identity(graph) for graph in forward.engine.planner.cache.graphs.values()],
+        "graphs": [graph.identity for graph in forward.engine.planner.cache.graphs.values()],
         "traced": compilation_counter.num_aot_compiles,
         "kept": compilation_counter.num_aot_artifacts_saved,
         "read": compilation_counter.num_aot_artifacts_loaded,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.api import engine_of
-from dynaflow.schedule.identity import identity
 from dynaflow.strategies.branches import CUTS, Branches
 from tests import zoo
 from tests.helpers import Stack, compiled, randn, run_both
@@ -266,8 +265,3 @@ def test_names_that_are_cut_by_default(path: str, cut: bool) -> None:
 def test_no_lane_is_an_error() -> None:
     with pytest.raises(df.ScheduleError, match="lanes=0"):
         Branches(lanes=0)
-
-
-def test_its_plans_can_be_kept() -> None:
-    assert identity(Branches()) is not None
-    assert identity(Branches()) != identity(Branches(lanes=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from dynaflow import strategies
+from dynaflow.schedule.plan_store import identity
+from dynaflow.strategies.prefetch import Prefetch
 from tests.helpers import compiled, randn
 
 
@@ -30,8 +34,13 @@ def twice(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 class Halves(df.OpSchedulerBase):
+    functions = (twice,)
+
     def __init__(self, lanes: int = 2, fuse: bool = False) -> None:
         self.lanes, self.fuse = lanes, fuse
+
+    def cache_key(self) -> Any:
+        return self.lanes, self.fuse
 
     def partition(self) -> list[Any]:
         return [df.SplitModule("a"), df.SplitModule("b")]
@@ -102,11 +111,89 @@ def test_damaged_files_mean_asking_again(own_folder: Path) -> None:
     assert stats.scheduler_calls == 1 and stats.plans_stored == 1
 
 
-def test_a_scheduler_that_can_not_be_judged_keeps_nothing(own_folder: Path) -> None:
-    scheduler = Halves()
-    scheduler.noise = torch.randn(3)  # type: ignore[attr-defined]
+class WithoutKey(Halves):
+    def cache_key(self) -> Any:
+        return None
+
+
+class Unlisted(Halves):
+    functions = ()
+
+
+@pytest.mark.parametrize("scheduler", [WithoutKey(), df.Sequential(), Unlisted(fuse=True)])
+def test_what_can_not_be_found_again_is_not_stored(own_folder: Path, scheduler: df.OpSchedulerBase) -> None:
     assert run(Model(), scheduler, randn(6, 4)).plans_stored == 0
     assert not [f for f in own_folder.rglob("*") if f.is_file()]
+
+
+class Strange(Halves):
+    def cache_key(self) -> Any:
+        return {"noise": torch.randn}
+
+
+class Failing(Halves):
+    def cache_key(self) -> Any:
+        raise KeyError("no")
+
+
+@pytest.mark.parametrize(("scheduler", "says"), [(Strange(), "is not plain data"), (Failing(), "raised KeyError")])
+def test_mistakes_in_a_cache_key(scheduler: df.OpSchedulerBase, says: str) -> None:
+    with pytest.raises(df.ScheduleError, match=says):
+        run(Model(), scheduler, randn(6, 4))
+
+
+def test_wrapped_schedulers_count() -> None:
+    assert identity(Prefetch(Halves())) is not None
+    assert len({identity(Prefetch(Halves(lanes), ahead=ahead)) for lanes in (1, 2) for ahead in (1, 2)}) == 4
+    assert identity(Prefetch(WithoutKey())) is None
+
+
+def test_a_class_without_a_file_is_not_stored() -> None:
+    assert identity(type("Made", (Halves,), {"__module__": "sys"})()) is None
+
+
+def test_an_edited_scheduler_is_asked_anew(tmp_path: Path) -> None:
+    """Its file counts; and one that was edited while the process runs stores nothing, since what was imported is not
+    what lies there."""
+    file = tmp_path / "mine.py"
+    source = "from tests.unit.test_kept import *\nclass Mine(Halves):\n    pass\n"
+    script = (
+        "import os, sys\nfrom tests.unit.test_kept import *\nimport mine\n"
+        "{}\nstats = run(Model(), mine.Mine(), randn(6, 4))\nprint(stats.scheduler_calls, stats.plans_stored)"
+    )
+    edit = "os.utime(mine.__file__, (2e9, 2e9))"
+
+    def ran(first: str = "") -> str:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", script.format(first)], cwd=Path(__file__).parents[2],
+                              env=environment, capture_output=True, text=True, check=True)  # fmt: skip
+        return done.stdout.strip().splitlines()[-1]
+
+    file.write_text(source)
+    assert ran(edit) == "1 0"
+    file.write_text(source)
+    assert [ran(), ran()] == ["1 1", "0 0"]
+    file.write_text(source + "\n# another\n")
+    assert ran() == "1 1"
+
+
+@pytest.mark.parametrize("name", sorted(set(strategies.CLASSES) - {"auto", "sequential", "token_weave"}))
+def test_all_options_of_a_strategy_count(name: str) -> None:
+    """In its cache key, or in its rules, which are part of the graph's identity."""
+
+    def seen(**options: Any) -> str:
+        scheduler = strategies.make(name, **options)
+        wrapped = isinstance(scheduler, df.WrappingScheduler)
+        return f"{scheduler.cache_key()} {[] if wrapped else scheduler.partition()}"
+
+    others: dict[str, Any] = {"lanes": 3, "wait": 1e-3, "cuts": ["x"], "by_rows": True, "merged": ["x"], "sms": 8}
+    for option, parameter in inspect.signature(strategies.kind_named(name)).parameters.items():
+        if option == "inner":
+            continue
+        usual = parameter.default
+        changed = not usual if type(usual) is bool else usual + 1 if type(usual) in (int, float) else "x"
+        other = others.get(option, changed)
+        assert seen(**{option: other}) != seen(), option
 
 
 def test_another_process_finds_it(own_folder: Path) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.api import engine_of
-from dynaflow.schedule.identity import identity
 from dynaflow.strategies.branches import Branches
 from dynaflow.strategies.nanoflow import NanoFlow
 from dynaflow.strategies.prefetch import Prefetch
@@ -399,11 +398,6 @@ def test_the_uncut_graph_fetches_too() -> None:
 def test_nothing_can_be_fetched_after_its_use() -> None:
     with pytest.raises(df.ScheduleError, match="ahead=-1"):
         Prefetch(ahead=-1)
-
-
-def test_its_plans_can_be_kept() -> None:
-    assert identity(Prefetch()) is not None
-    assert identity(Prefetch(NanoFlow())) != identity(Prefetch(NanoFlow(), ahead=2))
 
 
 # What else can be fetched

@@ -14,7 +14,6 @@ from dynaflow import api
 from dynaflow.capture.captured_graph import CapturedGraph, copied
 from dynaflow.capture.node_info import module_calls, module_stack, source_line
 from dynaflow.capture.serialize import TOLD, given, is_given, read, written
-from dynaflow.schedule.identity import graph_identity
 from tests.helpers import Each, Stack, randn
 
 
@@ -89,7 +88,7 @@ def test_it_is_scheduled_and_runs_as_the_captured_one(stack: Stack, operators: s
             (result,) = engine.backend(graph, list(args))(*args)
         torch.testing.assert_close(result, stack(x))
         (cut,) = engine.planner.cache.graphs.values()
-        identities.append(graph_identity(cut))
+        identities.append(cut.identity)
         (plan,) = engine.planner.plans()
         assert len(plan.micro_batches) == 2
     assert identities[0] == identities[1], "plans that were kept on disk are found under it"
