@@ -9,7 +9,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 import dynaflow as df
 from dynaflow.api import engine_of
 from dynaflow.capture import op_registry
-from tests.unit.test_left_alone import SEEN, Stretching, fresh, model, picked, weights
+from tests.unit.lower.test_opaque_ops import SEEN, Stretching, fresh, model, picked, weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 __all__ = ["fresh"]  # a fixture that each test below uses

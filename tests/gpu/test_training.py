@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import dynaflow as df
 from tests.gpu.test_cuda import exact_matmuls  # noqa: F401  (a fixture)
 from tests.helpers import Each
-from tests.unit.test_training import assert_same, gradients
-from tests.unit.test_updates import Beside, adamw
+from tests.unit.capture.test_optimizer_ops import Beside, adamw
+from tests.unit.training.test_gradients import assert_same, gradients
 from tests.zoo import ZOO
 
 if not torch.cuda.is_available():

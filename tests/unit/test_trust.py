@@ -19,7 +19,7 @@ from dynaflow.core import disk_cache
 from dynaflow.core.disk_cache import Store
 from dynaflow.serving.host import Kept
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, randn, run_both
-from tests.unit.test_kept import Halves, Model, run
+from tests.unit.schedule.test_plan_store import Halves, Model, run
 
 X = torch.ones(6, 8)
 
@@ -111,7 +111,7 @@ def test_a_kept_plan_calls_only_what_its_scheduler_reaches(own_folder: Path, mon
 
     def changed(self: Store, key: str) -> str | None:
         found = usual(self, key)
-        return found and found.replace("tests.unit.test_kept:twice", "os:abort")
+        return found and found.replace("tests.unit.schedule.test_plan_store:twice", "os:abort")
 
     monkeypatch.setattr(Store, "get", changed)
     stats = run(Model(), Halves(fuse=True), x)

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import dynaflow as df
 from tests.helpers import CUTS, STACK_RULES, Each, Stack
-from tests.unit.test_training import Gradients, assert_same
+from tests.unit.training.test_gradients import Gradients, assert_same
 from tests.zoo import ZOO, _ids
 
 EXACT = 1e-9

@@ -623,7 +623,7 @@ def test_under_a_process_group_of_the_users() -> None:
     code = """
         import sys, tempfile
         import torch, torch.distributed as dist
-        from tests.unit.test_process import X, Each, STACK_RULES, Stack, run_both
+        from tests.unit.test_api import X, Each, STACK_RULES, Stack, run_both
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
         group = dist.group.WORLD
         run_both(Stack(), (X,), Each(STACK_RULES, lanes=2))

@@ -84,7 +84,7 @@ def test_options_change_only_on_purpose() -> None:
         GOLDEN.write_text(frozen())
     assert frozen() == GOLDEN.read_text(), (
         "commands or options are not what they were. If that is what you want, tell docs/guide.md, and run "
-        "UPDATE_GOLDEN=1 python -m pytest tests/unit/test_commands.py -k purpose"
+        "UPDATE_GOLDEN=1 python -m pytest tests/unit/cli/test_commands.py -k purpose"
     )
 
 
@@ -122,7 +122,7 @@ WHOLE = {
     "doctor": ([], ['operators="inductor",', "transformers", torch.__version__]),
     "simulate": (["llama-tiny", "--strategy", "optimizer_beside"], ["optimizer_beside", "limited by", "compute"]),
     "list": ([], ["deepseek-v2-lite", "DeepseekV2ForCausalLM", "optimizer_beside"]),
-    "run": (MEASURED, ["plain model", "against sequence", "tests.unit.test_commands:Beside", "micro-batches"]),
+    "run": (MEASURED, ["plain model", "against sequence", "tests.unit.cli.test_commands:Beside", "micro-batches"]),
     "tune": (["llama-tiny", "--layers", "1", "--seconds", "0", *EAGER], ["nanoflow(parts=2)", "limited by"]),
 }  # fmt: skip
 """A command's arguments, and what it may not break."""

@@ -28,7 +28,7 @@ from dynaflow.observe.document import Document
 from dynaflow.observe.files import of_trace, read
 from dynaflow.observe.page import page
 from tests.helpers import STACK_RULES, Each, Stack, compiled, pretend_graphs, randn
-from tests.unit.test_elastic import CUTS, Stretching
+from tests.unit.lower.test_shape_polymorphic import CUTS, Stretching
 from tests.zoo import ZOO
 
 

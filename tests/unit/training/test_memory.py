@@ -13,7 +13,7 @@ import dynaflow as df
 from dynaflow.api import engine_of
 from dynaflow.engine.runner import GraphRunner
 from tests.helpers import Each, compiled
-from tests.unit.test_training import assert_same, gradients
+from tests.unit.training.test_gradients import assert_same, gradients
 
 ROWS, WIDTH, LAYERS = 6, 24, 4
 

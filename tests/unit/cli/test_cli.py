@@ -106,7 +106,7 @@ def small_model() -> tuple[Any, list[dict[str, torch.Tensor]]]:
 
 def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DYNAFLOW_CACHE_DIR", str(tmp_path))
-    target = "tests.unit.test_cli:small_model"
+    target = "tests.unit.cli.test_cli:small_model"
     found = CliRunner().invoke(app, ["tune", target, "--seconds", "1", "--operators", "eager"])
     assert found.exit_code == 0, found.output
     assert found.output.count("chosen: sequential") == 2
@@ -114,7 +114,7 @@ def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_tune_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["dynaflow", "tune", "tests.unit.test_cli:nothing"])
+    monkeypatch.setattr(sys, "argv", ["dynaflow", "tune", "tests.unit.cli.test_cli:nothing"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

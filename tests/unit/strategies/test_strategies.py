@@ -176,17 +176,17 @@ class Own(df.OpSchedulerBase):
 
 
 def test_a_scheduler_of_ones_own_by_name() -> None:
-    made = strategies.make("tests.unit.test_strategies:Own", parts=3)
+    made = strategies.make("tests.unit.strategies.test_strategies:Own", parts=3)
     assert type(made).__name__ == "Own" and made.parts == 3  # type: ignore[attr-defined]
     for name, message in (
-        ("tests.unit.test_strategies:Missing", "no scheduler"),
+        ("tests.unit.strategies.test_strategies:Missing", "no scheduler"),
         ("no.such.module:Own", "no scheduler"),
-        ("tests.unit.test_strategies:X", "is no scheduler"),
+        ("tests.unit.strategies.test_strategies:X", "is no scheduler"),
     ):
         with pytest.raises(df.ScheduleError, match=message):
             strategies.make(name)
     with pytest.raises(df.ScheduleError, match="its options are"):
-        strategies.make("tests.unit.test_strategies:Own", pats=3)
+        strategies.make("tests.unit.strategies.test_strategies:Own", pats=3)
 
 
 def test_options_are_judged_by_plain_annotations() -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dynaflow as df
 from tests.helpers import STACK_RULES, Each, Stack, compiled
-from tests.unit.test_training import Phases, assert_same, gradients
+from tests.unit.training.test_gradients import Phases, assert_same, gradients
 from tests.zoo import ZOO
 
 EXACT = 1e-9

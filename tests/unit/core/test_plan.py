@@ -21,7 +21,7 @@ from dynaflow.lower.compile_ops import Operators
 from dynaflow.lower.program import make_program
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, compiled, graph_of, run_rest
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = pathlib.Path(__file__).parents[1] / "lower" / "golden"
 X = torch.ones(6, 8)
 
 

@@ -156,16 +156,16 @@ def test_an_edited_scheduler_is_asked_anew(tmp_path: Path) -> None:
     """Its file counts; and one that was edited while the process runs stores nothing, since what was imported is not
     what lies there."""
     file = tmp_path / "mine.py"
-    source = "from tests.unit.test_kept import *\nclass Mine(Halves):\n    pass\n"
+    source = "from tests.unit.schedule.test_plan_store import *\nclass Mine(Halves):\n    pass\n"
     script = (
-        "import os, sys\nfrom tests.unit.test_kept import *\nimport mine\n"
+        "import os, sys\nfrom tests.unit.schedule.test_plan_store import *\nimport mine\n"
         "{}\nstats = run(Model(), mine.Mine(), randn(6, 4))\nprint(stats.scheduler_calls, stats.plans_stored)"
     )
     edit = "os.utime(mine.__file__, (2e9, 2e9))"
 
     def ran(first: str = "") -> str:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", script.format(first)], cwd=Path(__file__).parents[2],
+        done = subprocess.run([sys.executable, "-c", script.format(first)], cwd=Path(__file__).parents[3],
                               env=environment, capture_output=True, text=True, check=True)  # fmt: skip
         return done.stdout.strip().splitlines()[-1]
 
@@ -198,11 +198,11 @@ def test_all_options_of_a_strategy_count(name: str) -> None:
 
 def test_another_process_finds_it(own_folder: Path) -> None:
     script = (
-        "from tests.unit.test_kept import *\n"
+        "from tests.unit.schedule.test_plan_store import *\n"
         "stats = run(Model(), Halves(), randn(6, 4))\n"
         "print(stats.scheduler_calls, stats.plans_loaded)"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     for expected in ("1 0", "0 1"):
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=root, env=dict(os.environ), capture_output=True, text=True, check=True

@@ -400,7 +400,7 @@ def test_a_backward_pass_that_is_compiled_late(monkeypatch: Any, no_tanh: list[b
 
 SCRIPT = """
 import torch, dynaflow as df
-from tests.unit.test_compiler_fails import *
+from tests.unit.lower.test_first_call import *
 model, x = Two(), randn(6, 8)
 fast = df.compile(model, Each(RULES, split=2, lanes=2))
 with torch.no_grad():
