@@ -10,7 +10,7 @@ from typing import Any
 
 from dynaflow._torch import Boxed
 from dynaflow.core.plan import Plan
-from dynaflow.lower.codegen import Code, forget
+from dynaflow.lower.emit import Code, forget
 from dynaflow.lower.first_call import Untried
 from dynaflow.lower.timing import Marks
 from dynaflow.partition.op_graph import OpGraph

@@ -16,14 +16,15 @@ from dynaflow._torch import Boxed
 from dynaflow.capture.captured_graph import CapturedGraph, Input, is_named
 from dynaflow.core.plan import Plan, Task, one_by_one
 from dynaflow.core.stats import Stats
-from dynaflow.lower.codegen import Code, event_count, forget, generate
+from dynaflow.lower.bind import NotElastic
 from dynaflow.lower.compile_ops import CompilerFailed, Condition, Operators, Sizes, Source
+from dynaflow.lower.emit import Code, emit, event_count, forget
 from dynaflow.lower.executable import Lowered
-from dynaflow.lower.program import NotElastic, make_program
+from dynaflow.lower.ir import Program
+from dynaflow.lower.passes import make_program
 from dynaflow.lower.segments import make_segments
 from dynaflow.lower.shape_polymorphic import Elastic
-from dynaflow.lower.steps import Program
-from dynaflow.lower.timing import Branches, MarkAside, Marks, in_a_row, make_marks, whole_marks
+from dynaflow.lower.timing import Branches, MarkAside, Marks, make_marks, whole_marks
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime.arena import Arena, BlockPool
 from dynaflow.runtime.cpu_lanes import Call, LanePool
@@ -105,7 +106,7 @@ class Lowerer:
     def _cut(self, job: _Job, elastic: bool = False) -> tuple[Lowered, Program]:
         program, plan = self._program(job, elastic=elastic)
         marks = make_marks(plan, job.graph, job.sizes, program) if job.marked else None
-        code = self._generate(program, job.device, marks)
+        code = self._emit(program, job.device, marks)
         run = self._runnable(plan, program, code, job.device, self._blocks_for(job))
         return self._lowered(job, program, code, run, marks), program
 
@@ -114,7 +115,7 @@ class Lowerer:
         plan, graph, functions = job.plan, job.graph, job.functions
         make = partial(make_program, plan, graph, job.sizes, self.operators, functions, chains=job.chains, **more)
         program = _until_compiled(make)
-        return (in_a_row(program), plan.on_one_lane(program.lanes[0])) if job.row else (program, plan)
+        return (program.on_one_lane(), plan.on_one_lane(program.lanes[0])) if job.row else (program, plan)
 
     def elastic(
         self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Mapping[str, Callable[..., Any]]
@@ -133,7 +134,7 @@ class Lowerer:
         return Elastic(lowered, program, functions, lambda plan, sizes: self.lower(plan, graph, sizes, functions))
 
     def _elastic_sequence(self, job: _Job) -> Elastic:
-        program = Program(arguments=0, lanes=[], used=[])
+        conditions: frozenset[Condition] = frozenset()
         if (source := self._whole(job.graph.graph, _writes_inputs(job.graph))) is None:
             run = self.operators.as_it_is(job.graph.graph.gm)
         else:
@@ -144,7 +145,6 @@ class Lowerer:
                 return found
 
             run, conditions = _until_compiled(compiled)
-            program.conditions.update(((0,), holds) for holds in conditions)
 
         def run_whole(args: list[Any]) -> Any:
             args.pop()  # the cuts
@@ -152,6 +152,9 @@ class Lowerer:
 
         lowered = Lowered(job.plan, job.graph, run_whole)
         lowered.remark = lambda row: _timed(job, Lowered(job.plan, job.graph, run_whole))
+        program = Program(
+            arguments=0, inputs=(), lanes=(), conditions=frozenset(((0,), holds) for holds in conditions)
+        )  # fmt: skip
         return Elastic(lowered, program, job.functions, lambda plan, sizes: lowered)
 
     def _uncut(self, job: _Job) -> Lowered:
@@ -165,8 +168,8 @@ class Lowerer:
         lowered.marks = marks
         return lowered
 
-    def _generate(self, program: Program, device: torch.device, marks: Marks | None = None) -> Code:
-        return generate(program, cuda=device.type == "cuda", hook=self.on_task is not None, marks=marks)
+    def _emit(self, program: Program, device: torch.device, marks: Marks | None = None) -> Code:
+        return emit(program, cuda=device.type == "cuda", hook=self.on_task is not None, marks=marks)
 
     def _blocks_for(self, job: _Job) -> BlockPool | None:
         """None in training: what a pass does not use is there for what the passes save."""
@@ -186,7 +189,7 @@ class Lowerer:
                 code.names["new_call"] = partial(Call, self.threads, shares)
         if not program.views:
             return run
-        arena = Arena(tuple(program.views.values()), program.arena_bytes, device, blocks)
+        arena = Arena([view for _, view in program.views], program.arena_bytes, device, blocks)
 
         def with_memory(args: list[Any]) -> Any:
             block, memory = arena.take()
@@ -209,7 +212,7 @@ class Lowerer:
         every = replace(graph, outputs=inner, ending=None)
         make = partial(make_program, plan, every, job.sizes, self.operators, job.functions, chains=False)
         program = _until_compiled(make)
-        code = self._generate(program, job.device)
+        code = self._emit(program, job.device)
         results = self._runnable(plan, program, code, job.device, self._blocks_for(job))(args)
         forget(code.filename)
         return dict(zip(inner, results, strict=True))
@@ -335,12 +338,12 @@ class Lowerer:
         )  # fmt: skip
         segments = make_segments(program, held_out)
         marks = make_marks(plan, job.graph, job.sizes, program, segments) if job.marked else None
-        code = generate(program, cuda=True, hook=False, segments=segments, marks=marks)
-        copied = {f"a{i}" for i in self._places(job)[0]}
+        code = emit(program, cuda=True, hook=False, segments=segments, marks=marks)
+        copied = frozenset(self._places(job)[0])
         sides = self.graphs.streams.get(job.device, plan.lanes)
         streams = dict(zip([lane.name for lane in plan.lanes][-len(sides) :] if sides else [], sides, strict=True))
         for n, segment in enumerate(segments):
-            moving = [i for i, name in enumerate(segment.inputs) if i in segment.moving or name.split("_")[0] in copied]
+            moving = [i for i, v in enumerate(segment.inputs) if i in segment.moving or v.root.argument in copied]
             still = [i for i in range(len(segment.inputs)) if i not in moving]
             lane = program.steps[segment.steps[0]].lane
             code.names[f"graph_{n}"] = Graphed(

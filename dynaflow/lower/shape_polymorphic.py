@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from dynaflow.core.plan import Plan
+from dynaflow.lower.bind import extents, sizes_of
 from dynaflow.lower.compile_ops import Sizes
 from dynaflow.lower.executable import Lowered
-from dynaflow.lower.program import extents, sizes_of
-from dynaflow.lower.steps import Program
+from dynaflow.lower.ir import Program
 from dynaflow.partition.op_graph import OpGraph
 
 KEPT = 4096

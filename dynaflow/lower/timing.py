@@ -13,8 +13,8 @@ import torch
 
 from dynaflow.core.plan import Plan, Task
 from dynaflow.lower.compile_ops import Sizes
+from dynaflow.lower.ir import Program
 from dynaflow.lower.segments import Segment
-from dynaflow.lower.steps import Program
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime.cuda_lanes import CaptureStreams
 
@@ -73,13 +73,6 @@ def make_marks(plan: Plan, graph: OpGraph, sizes: Sizes, program: Program, segme
         count += 1
     seen = replace(plan, tasks=tuple(tasks), code="")
     return Marks(plan=seen, graph=graph, device=graph.graph.device, sizes=sizes, spans=tuple(spans), count=count, at=at)
-
-
-def in_a_row(program: Program) -> Program:
-    """The same calls one after the other on one lane: each alone."""
-    lane = program.lanes[0]
-    steps = [replace(step, lane=lane, after=()) for step in program.steps]
-    return replace(program, lanes=[lane], partitioned=False, steps=steps, made_aside=[])
 
 
 class Branches:

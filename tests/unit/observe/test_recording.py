@@ -20,7 +20,7 @@ import dynaflow as df
 from dynaflow.api import engine_of
 from dynaflow.engine import recorder
 from dynaflow.lower import lower
-from dynaflow.lower.codegen import event_count, generate
+from dynaflow.lower.emit import emit, event_count
 from dynaflow.lower.segments import make_segments
 from dynaflow.lower.timing import make_marks
 from dynaflow.observe import recording as recordings
@@ -390,7 +390,7 @@ def cuda_code(fast: Any, x: Tensor, segmented: bool = False) -> tuple[Any, ...]:
     program, plan = lowerer._program(job, pieces=True) if segmented else lowerer._program(job)
     segments = make_segments(program, frozenset()) if segmented else ()
     marks = make_marks(plan, ready.graph, job.sizes, program, segments)
-    return generate(program, cuda=True, hook=False, segments=segments, marks=marks), marks, ready.trials.args, program
+    return emit(program, cuda=True, hook=False, segments=segments, marks=marks), marks, ready.trials.args, program
 
 
 @pytest.mark.parametrize("segmented", [False, True])

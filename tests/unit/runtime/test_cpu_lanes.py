@@ -15,9 +15,9 @@ import torch
 
 import dynaflow as df
 from dynaflow.core.plan import Lane
-from dynaflow.lower.codegen import generate
 from dynaflow.lower.compile_ops import Operators
-from dynaflow.lower.program import make_program
+from dynaflow.lower.emit import emit
+from dynaflow.lower.passes import make_program
 from dynaflow.runtime.sm_partitions import CtypesDriver, _Resource, carve
 from dynaflow.schedule.check import check
 from tests.helpers import STACK_RULES, Scheduler, Stack, compiled, graph_of, randn, run_rest
@@ -93,7 +93,7 @@ def test_wrong_declarations(declare: Callable[[Any], Any], message: str) -> None
 
     with pytest.raises(df.ScheduleError, match=message) as caught:
         plan_of(schedule)
-    assert caught.value.line and "test_lanes.py" in caught.value.line and caught.value.advice
+    assert caught.value.line and "test_cpu_lanes.py" in caught.value.line and caught.value.advice
 
 
 def test_what_can_be_shared_on_cpu() -> None:
@@ -236,7 +236,7 @@ def cuda_code(schedule: Callable[[df.ScheduleContext], None]) -> list[str]:
         plan = fast.plan(X)
     graph = graph_of(fast)
     sizes = {**graph.graph.hints, **dict.fromkeys(graph.spaces[0], 6)}
-    source = generate(make_program(plan, graph, sizes, Operators("eager"), {}), cuda=True, hook=False).source
+    source = emit(make_program(plan, graph, sizes, Operators("eager"), {}), cuda=True, hook=False).source
     return [line.strip() for line in source.splitlines()]
 
 

@@ -236,7 +236,7 @@ def test_mixing_operator_runs_whole_and_its_neighbours_split(lanes: int) -> None
     assert whole(plan) == ["mix"]
     op = graph_of(fast).by_name["mix"]
     assert "softmax" in (op.refusal or "")
-    assert op.line is not None and "test_batch.py" in op.line
+    assert op.line is not None and "test_probe.py" in op.line
 
 
 def test_a_refusal_names_the_rows() -> None:
