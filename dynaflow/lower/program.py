@@ -219,7 +219,7 @@ class _Maker:
         if any(self._writes(op, v) and self.graph.values[v].input is not None for op in unit.ops for v in op.reads):
             # A join is a copy, and what is written to a copy of an argument is lost: only neighbours go together.
             runs = _neighbours(unit.parts)
-        if not unit.writes and not any(written for op in unit.ops for _, written in op.touches):
+        if not unit.writes and not any(written for op in unit.ops for _, written in op.accesses):
             step.call = "pass  # nobody uses what it makes"
             return
         for parts in runs[:-1]:
@@ -263,7 +263,7 @@ class _Maker:
         free = self.batch if unit.splittable else frozenset()
         name = ", then ".join(dict.fromkeys(op.name for op in unit.ops))
         made = {self.graph.values[v].storage for op in unit.ops for v in op.writes}
-        writes = any(written and s >= 0 and s not in made for op in unit.ops for s, written in op.touches)
+        writes = any(written and s >= 0 and s not in made for op in unit.ops for s, written in op.accesses)
         source = Source(
             module=module,
             inputs=tuple(inputs),
@@ -289,7 +289,7 @@ class _Maker:
 
     def _shares_memory(self, unit: Unit) -> bool:
         """Whether two of the graph's inputs that it reads are the same memory, which it writes."""
-        written = {s for op in unit.ops for s, writes in op.touches if writes}
+        written = {s for op in unit.ops for s, writes in op.accesses if writes}
         inputs = [self.graph.values[v].storage for v in unit.reads if self.graph.values[v].input is not None]
         return any(inputs.count(storage) > 1 for storage in written)
 
@@ -451,7 +451,7 @@ class _Maker:
 
     def _writes(self, op: Op, v: int) -> bool:
         storage = self.graph.values[v].storage
-        return any(s == storage and written for s, written in op.touches) and v not in op.writes
+        return any(s == storage and written for s, written in op.accesses) and v not in op.writes
 
     # Sizes
 

@@ -191,12 +191,12 @@ class Build:
             refusal = "a DTensor goes in or out, whose rows can't be followed"
         if (stuck := next((n for n in (*piece.reads, *outs) if self._cant_be_cut(n)), None)) is not None:
             refusal = refusal or f"{stuck.name} goes in or out, whose rows lie behind another dim and can't be copied"
-        touches: dict[int, bool] = {}
+        accesses: dict[int, bool] = {}
         for n in group.nodes:
             fact = self.facts[n]
-            touches.update({s: touches.get(s, False) for s in fact.reads if s in self.written or s in self.crossing})
-            touches.update({s: True for s in fact.writes})
-        touches.update({s: True for n in outs for s in self._storages(n)})
+            accesses.update({s: accesses.get(s, False) for s in fact.reads if s in self.written or s in self.crossing})
+            accesses.update({s: True for s in fact.writes})
+        accesses.update({s: True for n in outs for s in self._storages(n)})
         return Op(
             index=piece.group,
             name=name,
@@ -205,7 +205,7 @@ class Build:
             symbols=tuple(piece.symbols),
             reads=tuple(reads),
             writes=tuple(writes),
-            touches=tuple(sorted(touches.items())),
+            accesses=tuple(sorted(accesses.items())),
             after=tuple(sorted({self.home[d] for n in group.nodes for d in self.after[n]} - {piece.group})),
             follows=tuple(
                 sorted({m for n in group.nodes for a in self.followed.get(n, ()) if (m := self.maker(a)) is not None})

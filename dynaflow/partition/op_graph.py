@@ -25,7 +25,7 @@ class Value:
     """On that dim the rows lie behind another dim that was merged into theirs: parts are cut and joined by copies."""
     shape: Shape | None
     storage: int | None
-    """The memory behind it, as `Op.touches` numbers it."""
+    """The memory behind it, as `Op.accesses` numbers it."""
     input: int | None = None
     """Position among the graph's inputs, if it is one."""
     end: End | None = None
@@ -50,7 +50,7 @@ class Op:
     symbols: tuple[sympy.Expr, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    touches: tuple[tuple[int, bool], ...]
+    accesses: tuple[tuple[int, bool], ...]
     """Storages that it reads (False) or writes (True), of those that anyone writes."""
     after: tuple[int, ...]
     """Operators that come before it for the sake of a value or of memory."""
@@ -134,14 +134,14 @@ class OpGraph:
     @cached_property
     def written(self) -> frozenset[int]:
         """Storages that some operator writes."""
-        return frozenset(s for op in self.ops for s, writes in op.touches if writes)
+        return frozenset(s for op in self.ops for s, writes in op.accesses if writes)
 
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal partitions of equal graphs, in any process."""
         text = [self.graph.gm.code]
         for op in self.ops:
-            text.append(f"{op.name} {op.reads} {op.writes} {op.touches} {op.after} {op.follows} {op.splittable}")
+            text.append(f"{op.name} {op.reads} {op.writes} {op.accesses} {op.after} {op.follows} {op.splittable}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     @cached_property

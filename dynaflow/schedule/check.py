@@ -120,7 +120,7 @@ def _check_memory(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]
     for op in graph.ops:
         mine = owner[op.index]
         spots = [(0, mine[0])] if not op.splittable else list(zip(parts, mine, strict=True))
-        for storage, writes in op.touches:
+        for storage, writes in op.accesses:
             earlier = writer.get(storage, [])
             if writes:
                 earlier = earlier + readers.get(storage, [])

@@ -53,7 +53,7 @@ class Case:
 
 def _show(op: Any) -> str:
     kind = "shared" if op.shared else f"whole: {op.refusal}" if op.refusal else "rows"
-    return f"  {op.name}: {' '.join(op.functions)}  ({kind})  touches {op.touches} after {op.after}"
+    return f"  {op.name}: {' '.join(op.functions)}  ({kind})  accesses {op.accesses} after {op.after}"
 
 
 def functions_of(graph: RandomGraph) -> list[str]:
