@@ -215,7 +215,7 @@ class Build:
             line=line or next((ln for n in group.nodes if (ln := source_line(n))), None),
             functions=tuple(target_names(n)[0] for n in group.nodes),
             groups=tuple(dict.fromkeys(found for n in group.nodes if (found := group_of(n)) is not None)),
-            keeps=any(n in self.followed.get(n, ()) for n in group.nodes),
+            has_hidden_state=any(n in self.followed.get(n, ()) for n in group.nodes),
         )
 
     def _cant_be_cut(self, node: fx.Node) -> bool:

@@ -66,7 +66,7 @@ class Op:
     """The calls that it holds, by name and in order."""
     groups: tuple[str, ...] = ()
     """The process groups in which it makes ranks meet."""
-    keeps: bool = False
+    has_hidden_state: bool = False
     """It changes a state that no value shows (see `by_rows`): run again, it would go on from there."""
 
     @property
