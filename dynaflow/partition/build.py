@@ -207,7 +207,7 @@ class Build:
             writes=tuple(writes),
             accesses=tuple(sorted(accesses.items())),
             after=tuple(sorted({self.home[d] for n in group.nodes for d in self.after[n]} - {piece.group})),
-            follows=tuple(
+            serial_after=tuple(
                 sorted({m for n in group.nodes for a in self.followed.get(n, ()) if (m := self.maker(a)) is not None})
             ),
             shared=shared,

@@ -54,7 +54,7 @@ class Op:
     """Storages that it reads (False) or writes (True), of those that anyone writes."""
     after: tuple[int, ...]
     """Operators that come before it for the sake of a value or of memory."""
-    follows: tuple[int, ...]
+    serial_after: tuple[int, ...]
     """Operators that have run for all earlier micro-batches when it runs for one. It may be among them itself."""
     shared: bool
     """No row of the batch takes part: it runs once."""
@@ -141,7 +141,7 @@ class OpGraph:
         """Equal for equal partitions of equal graphs, in any process."""
         text = [self.graph.gm.code]
         for op in self.ops:
-            text.append(f"{op.name} {op.reads} {op.writes} {op.accesses} {op.after} {op.follows} {op.splittable}")
+            text.append(f"{op.name} {op.reads} {op.writes} {op.accesses} {op.after} {op.serial_after} {op.splittable}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     @cached_property
