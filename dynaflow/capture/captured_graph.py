@@ -55,7 +55,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Thing:
+class OpaqueValue:
     """An object that goes through a graph, such as a device mesh. Dynamo sees to it that it stays the same."""
 
     value: Any
@@ -80,15 +80,15 @@ class Input:
     """It stays where it is in memory, at an even address: a module's own, or marked so."""
     pinned: bool = False
     """In host memory that the copy engine can reach."""
-    thing: Thing | None = None
+    opaque: OpaqueValue | None = None
     """What it is, if neither a tensor nor a number."""
     memory: int | None = None
     """Inputs with the same number share memory, row by row."""
 
     @property
-    def kind(self) -> Shape | sympy.Expr | Thing | None:
+    def kind(self) -> Shape | sympy.Expr | OpaqueValue | None:
         """What a compiler has to know of it."""
-        return self.shape or self.symbol or self.thing
+        return self.shape or self.symbol or self.opaque
 
 
 class CapturedGraph:
@@ -366,5 +366,5 @@ def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str,
         batch_dim=declared.get(input_name(source, parameters)),
         still=tensor and _is_still(real, owned),
         pinned=type(real) in (torch.Tensor, torch.nn.Parameter) and not real.is_cuda and real.is_pinned(),
-        thing=None if known or real is None else Thing(real),
+        opaque=None if known or real is None else OpaqueValue(real),
     )

@@ -17,7 +17,7 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow._torch import Boxed
 from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import KIND, Shape, Thing, copied
+from dynaflow.capture.captured_graph import KIND, Shape, OpaqueValue, copied
 from dynaflow.capture.op_registry import direct_calls, is_left_alone, is_never_captured, leaves_some_alone
 from dynaflow.core import forks
 from dynaflow.errors import DynaFlowError
@@ -43,7 +43,7 @@ class Source:
     """A piece of a graph and what goes into it, in order."""
 
     module: fx.GraphModule
-    inputs: tuple[Shape | sympy.Expr | Thing | None, ...]
+    inputs: tuple[Shape | sympy.Expr | OpaqueValue | None, ...]
     """A tensor's shape, a number in the graph's symbols, another thing, or None where nothing is known."""
     still: frozenset[int] = frozenset()
     """Inputs that stay where they are in memory."""
@@ -374,9 +374,9 @@ def _compile_for_all(source: Source, sizes: Sizes, make: _Make) -> _Compiled:
     return _Compiled(untried=call, symbols=tuple(names), assumed=world.assumed(list(names.values())))
 
 
-def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]) -> Any:
+def _other(given: sympy.Expr | OpaqueValue | None, number: Callable[[sympy.Expr], Any]) -> Any:
     """What stands for an input that is no tensor."""
-    if isinstance(given, Thing):
+    if isinstance(given, OpaqueValue):
         return given.value
     return 0 if given is None else number(given)
 

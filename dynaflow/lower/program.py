@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import Shape, Thing, per_row
+from dynaflow.capture.captured_graph import Shape, OpaqueValue, per_row
 from dynaflow.core.memory_layout import is_dense
 from dynaflow.core.plan import MicroBatch, Plan, Task, happens_before
 from dynaflow.lower.compile_ops import Operators, Sizes, Source, strides_of
@@ -230,7 +230,7 @@ class _Maker:
     def _call(self, step: Step, unit: Unit, parts: Parts) -> tuple[str, list[str]]:
         sizes = self._sizes(parts)
         numbers = [self._number(e, parts) for e in unit.symbols]
-        inputs: list[Shape | sympy.Expr | Thing | None] = list(unit.symbols)
+        inputs: list[Shape | sympy.Expr | OpaqueValue | None] = list(unit.symbols)
         strides: list[tuple[int, ...] | None] = [None] * len(unit.symbols)
         args, targets, outs, still, module = [], [], [], [], unit.module
         for v in unit.reads:
@@ -293,9 +293,9 @@ class _Maker:
         inputs = [self.graph.values[v].storage for v in unit.reads if self.graph.values[v].input is not None]
         return any(inputs.count(storage) > 1 for storage in written)
 
-    def _thing(self, v: int) -> Thing | None:
+    def _thing(self, v: int) -> OpaqueValue | None:
         given = self.graph.values[v].input
-        return None if given is None else self.graph.graph.inputs[given].thing
+        return None if given is None else self.graph.graph.inputs[given].opaque
 
     def _formats(self, unit: Unit, outs: list[int]) -> dict[int, torch.memory_format]:
         """Of the images among a unit's own results. An operator's result follows its inputs: it must not, here."""
