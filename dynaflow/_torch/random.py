@@ -67,7 +67,7 @@ def _draw(
         example = torch.empty((), dtype=dtype, device=device)
     try:
         return compile_operator(
-            fx.GraphModule({}, graph), [example], world, still=frozenset(), direct=True,
+            fx.GraphModule({}, graph), [example], world, static=frozenset(), direct=True,
             failed=lambda e, graph: boxed_forward(graph),
         )  # fmt: skip
     except Exception as e:

@@ -76,7 +76,7 @@ class Input:
     """What a number stands for."""
     batch_dim: int | None = None
     """Where the user says that it carries the batch."""
-    still: bool = False
+    static_address: bool = False
     """It stays where it is in memory, at an even address: a module's own, or marked so."""
     pinned: bool = False
     """In host memory that the copy engine can reach."""
@@ -333,7 +333,7 @@ ALIGNMENT = 16
 """Bytes; compiled kernels read so many at once."""
 
 
-def _is_still(tensor: Any, owned: bool) -> bool:
+def _has_static_address(tensor: Any, owned: bool) -> bool:
     stays = owned or isinstance(tensor, torch.nn.Parameter) or _torch.is_marked_static(tensor)
     return stays and isinstance(tensor, torch.Tensor) and tensor.data_ptr() % ALIGNMENT == 0
 
@@ -364,7 +364,7 @@ def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str,
         shape=Shape.of(example) if tensor else None,
         symbol=None if tensor else _torch.expression(example) if isinstance(example, (int, torch.SymInt)) else None,
         batch_dim=declared.get(input_name(source, parameters)),
-        still=tensor and _is_still(real, owned),
+        static_address=tensor and _has_static_address(real, owned),
         pinned=type(real) in (torch.Tensor, torch.nn.Parameter) and not real.is_cuda and real.is_pinned(),
         opaque=None if known or real is None else OpaqueValue(real),
     )

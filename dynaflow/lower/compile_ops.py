@@ -214,7 +214,7 @@ class Operators:
         def make(inputs: list[Any], world: _torch.Symbols) -> Untried:
             module = copied(source.module)  # the compiler may change the graph that it is given
             call = _torch.compile_operator(
-                module, inputs, world, still=source.still, direct=source.tensors, failed=backward
+                module, inputs, world, static=source.still, direct=source.tensors, failed=backward
             )
             return Untried(call, instead)
 

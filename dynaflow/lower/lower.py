@@ -63,7 +63,7 @@ class _Job:
 def _capturable(given: Input) -> bool:
     """On the GPU; or where the copy engine finds it again."""
     assert given.shape is not None
-    return given.shape.device.type == "cuda" or (given.pinned and given.still)
+    return given.shape.device.type == "cuda" or (given.pinned and given.static_address)
 
 
 class Lowerer:
@@ -231,7 +231,7 @@ class Lowerer:
         if self.operators.mode == "eager" or any(i.kind is None or i.memory is not None for i in graph.inputs):
             return None
         inputs = tuple(i.kind for i in graph.inputs)
-        still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
+        still = frozenset(n for n, i in enumerate(graph.inputs) if i.static_address)
         return Source(
             module=graph.gm, inputs=inputs, still=still, tensors=False, writes=writes, name="the uncut graph",
             free=frozenset(),
@@ -267,7 +267,7 @@ class Lowerer:
                 continue
             given = job.graph.graph.inputs[value.input]
             promised = any(is_named(given.name, name) for name in self.static_inputs)
-            stays = given.still or promised or value.storage in job.graph.written
+            stays = given.static_address or promised or value.storage in job.graph.written
             (still if stays else moving).append(value.input)
         return moving, still
 

@@ -308,7 +308,7 @@ class _Maker:
 
     def _is_still(self, v: int) -> bool:
         value = self.graph.values[v]
-        return value.input is not None and self.graph.graph.inputs[value.input].still and not value.carries_batch
+        return value.input is not None and self.graph.graph.inputs[value.input].static_address and not value.carries_batch
 
     def _fused(self, step: Step, task: Task) -> None:
         items = [(self.graph.by_name[i.op], i.micro_batches) for i in task.items]
