@@ -203,7 +203,7 @@ class CapturedGraph:
                     places[expr] = (i, dim)
         return places
 
-    def batch_spaces(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
+    def batch_axes(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
         """The symbols that stand for the rows of the batch, and those for the requests of a ragged one.
 
         An input's batch may have a symbol of its own: those that have the same value now are taken as one.
@@ -213,10 +213,10 @@ class CapturedGraph:
             return ()
         counts = Counter(values[s] for s in found)
         rows = max(counts, key=lambda value: (counts[value], value != requests))
-        spaces = [frozenset(s for s in found if values[s] == rows)]
+        batch_axes = [frozenset(s for s in found if values[s] == rows)]
         if requests not in (0, rows) and (others := frozenset(s for s in found if values[s] == requests)):
-            spaces.append(others)
-        return tuple(spaces)
+            batch_axes.append(others)
+        return tuple(batch_axes)
 
 
 def batch_dims_of(

@@ -92,12 +92,12 @@ _known: weakref.WeakKeyDictionary[OpGraph, dict[Any, Any]] = weakref.WeakKeyDict
 def concrete_sizes(graph: OpGraph, rows: int, sizes: Mapping[sympy.Symbol, int] | None = None) -> Sizes:
     """Every symbol's value when `rows` rows are at hand; requests are as long as they were in the capture."""
     values = {**graph.graph.hints, **(sizes or {})}
-    if not graph.spaces:
+    if not graph.batch_axes:
         return values
-    before = max((values.get(s, rows) for s in graph.spaces[0]), default=rows)
-    for space in graph.spaces[1:]:
-        values |= {s: max(1, round(values.get(s, 1) * rows / before)) for s in space}
-    return values | {s: rows for s in graph.spaces[0]}
+    before = max((values.get(s, rows) for s in graph.batch_axes[0]), default=rows)
+    for axis in graph.batch_axes[1:]:
+        values |= {s: max(1, round(values.get(s, 1) * rows / before)) for s in axis}
+    return values | {s: rows for s in graph.batch_axes[0]}
 
 
 def operator_key(graph: OpGraph, op: Op) -> str:
@@ -109,8 +109,8 @@ def operator_key(graph: OpGraph, op: Op) -> str:
 
 
 def _text(graph: OpGraph, op: Op) -> str:
-    """The operator without its names: calls by number, the batch's symbols by their space, other sizes as they were."""
-    names = {s: sympy.Symbol(f"rows{i}") for i, space in enumerate(graph.spaces) for s in space}
+    """The operator without its names: calls by number, the batch's symbols by their axis, other sizes as they were."""
+    names = {s: sympy.Symbol(f"rows{i}") for i, axis in enumerate(graph.batch_axes) for s in axis}
     values = {s: sympy.Integer(n) for s, n in graph.graph.hints.items() if s not in names}
 
     def size(expr: sympy.Expr) -> str:

@@ -12,7 +12,7 @@ import sympy
 from dynaflow.core import validate
 from dynaflow.core.bounded import Bounded
 from dynaflow.core.plan import Plan
-from dynaflow.engine.analyzed_graph import AnalyzedGraph, Spaces
+from dynaflow.engine.analyzed_graph import AnalyzedGraph, BatchAxes
 from dynaflow.errors import ScheduleError
 from dynaflow.lower.executable import Lowered
 from dynaflow.partition.op_graph import OpGraph
@@ -42,9 +42,9 @@ class PlanRequest:
         self._requests: Requests | None = None
 
     @cached_property
-    def batch(self) -> tuple[Spaces, dict[sympy.Symbol, int]]:
+    def batch(self) -> tuple[BatchAxes, dict[sympy.Symbol, int]]:
         """The symbols that stand for the batch, and what all symbols are worth."""
-        return self.graph.spaces(self.args, self.facts)
+        return self.graph.batch_axes(self.args, self.facts)
 
     @cached_property
     def values(self) -> dict[sympy.Symbol, int]:
@@ -62,11 +62,11 @@ class PlanRequest:
         return self.contexts[cache]
 
     def new_context(self, graph: OpGraph) -> ScheduleContext:
-        spaces, values = graph.spaces, self.batch[1]
-        rows = values[next(iter(spaces[0]))] if spaces else 1
+        batch_axes, values = graph.batch_axes, self.batch[1]
+        rows = values[next(iter(batch_axes[0]))] if batch_axes else 1
         return ScheduleContext(
-            graph, batch_size=rows, has_batch=bool(spaces), device=graph.graph.device, facts=self.facts, sizes=values,
-            requests_of=self._requests_of,
+            graph, batch_size=rows, has_batch=bool(batch_axes), device=graph.graph.device, facts=self.facts,
+            sizes=values, requests_of=self._requests_of,
         )  # fmt: skip
 
     def _requests_of(self, tokens: Any) -> Requests | None:

@@ -149,7 +149,7 @@ class GraphRunner:
             return self
         if sharing.written is None:
             with planner.lock:
-                if self.graph.probe(self.graph.spaces(args, planner.facts())[0]) is None:
+                if self.graph.probe(self.graph.batch_axes(args, planner.facts())[0]) is None:
                     self.run_plainly(self.graph.plain or "")
             return self.for_memory_of(args, planner)
         captured = self.graph.graph
@@ -169,8 +169,8 @@ class GraphRunner:
         if captured.grad:  # autograd sees that a slice was written by the version of all of it
             return found[0]
         with planner.lock:
-            spaces, values = self.graph.spaces(args, planner.facts())
-            probe = self.graph.probe(spaces)
+            batch_axes, values = self.graph.batch_axes(args, planner.facts())
+            probe = self.graph.probe(batch_axes)
         return next((o for o in found if probe is None or not o.in_step(captured, probe, values)), None)
 
     def _known_sharing(self) -> Sharing | None:

@@ -17,7 +17,7 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow._torch import Boxed
 from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import KIND, Shape, OpaqueValue, copied
+from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape, copied
 from dynaflow.capture.op_registry import direct_calls, is_left_alone, is_never_captured, leaves_some_alone
 from dynaflow.core import forks
 from dynaflow.errors import DynaFlowError

@@ -121,7 +121,7 @@ class Lowerer:
     ) -> Elastic | None:
         """The plan for micro-batches of all sizes, if there can be such a thing."""
         job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions, chains=self.chains)
-        if self.cudagraph is not None or not graph.spaces:  # without a batch there is nothing to stretch
+        if self.cudagraph is not None or not graph.batch_axes:  # without a batch there is nothing to stretch
             return None
         if plan.sequential:
             return self._elastic_sequence(job)

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import Shape, OpaqueValue, per_row
+from dynaflow.capture.captured_graph import OpaqueValue, Shape, per_row
 from dynaflow.core.memory_layout import is_dense
 from dynaflow.core.plan import MicroBatch, Plan, Task, happens_before
 from dynaflow.lower.compile_ops import Operators, Sizes, Source, strides_of
@@ -68,14 +68,14 @@ class NotElastic(Exception):
 def extents(plan: Plan, graph: OpGraph, sizes: Sizes) -> tuple[int, ...]:
     """What an elastic program gets beside its arguments: how large each micro-batch is, space by space, and the sizes
     that have nothing to do with the batch."""
-    parts = [_extent(part, space) for space in range(len(graph.spaces)) for part in plan.micro_batches]
+    parts = [_extent(part, space) for space in range(len(graph.batch_axes)) for part in plan.micro_batches]
     return (*parts, *[sizes[s] for s in graph.other_symbols])
 
 
 def sizes_of(plan: Plan, graph: OpGraph, sizes: Sizes, parts: Parts) -> Sizes:
     """What every symbol is worth for these micro-batches."""
     found = dict(sizes)
-    for space, symbols in enumerate(graph.spaces):
+    for space, symbols in enumerate(graph.batch_axes):
         found.update(dict.fromkeys(symbols, sum(_extent(plan.micro_batches[m], space) for m in parts)))
     return found
 
@@ -104,7 +104,7 @@ class _Maker:
         self.buffers: dict[str, Buffer] = {}
         self.layouts = image_layouts(graph) if operators.writes_into and not graph.graph.grad else {}
         self.cuts: dict[str, list[str]] = {}  # buffer of its own -> the lines that slice it
-        self.batch = frozenset().union(*graph.spaces) if graph.spaces else frozenset()
+        self.batch = frozenset().union(*graph.batch_axes) if graph.batch_axes else frozenset()
         self.others = {s: sympy.Symbol(f"k{i}", integer=True) for i, s in enumerate(graph.other_symbols)}
         """What the code of an elastic program calls the sizes that have nothing to do with the batch."""
         if elastic and (self.layouts or graph.graph.grad):
@@ -135,7 +135,7 @@ class _Maker:
         self._place()
         self.program.used.sort()
         if self.elastic:
-            names = [f"n{space}_{m}" for space in range(len(self.graph.spaces)) for m in self.all]
+            names = [f"n{space}_{m}" for space in range(len(self.graph.batch_axes)) for m in self.all]
             names += map(str, self.others.values())
             self.program.start.insert(0, f"{', '.join(names)}, = a{self.program.arguments}")
             self.program.used.append(self.program.arguments)
@@ -307,8 +307,8 @@ class _Maker:
         return found
 
     def _is_still(self, v: int) -> bool:
-        value = self.graph.values[v]
-        return value.input is not None and self.graph.graph.inputs[value.input].static_address and not value.carries_batch
+        value, inputs = self.graph.values[v], self.graph.graph.inputs
+        return value.input is not None and inputs[value.input].static_address and not value.carries_batch
 
     def _fused(self, step: Step, task: Task) -> None:
         items = [(self.graph.by_name[i.op], i.micro_batches) for i in task.items]
@@ -383,7 +383,7 @@ class _Maker:
         if self.elastic:
             raise NotElastic("rows that lie behind another dim are copied by their number")
         ((space, dim),) = ((space, dim) for space, dim in enumerate(value.dims) if dim is not None)
-        whole = next(iter(self.graph.spaces[space]))
+        whole = next(iter(self.graph.batch_axes[space]))
         assert value.shape is not None
         behind = concrete(value.shape.size[dim], self.sizes) // self.sizes[whole]
         ranges = [(_rows(self.plan, space, [m for m in var.parts if m < held[0]]), _rows(self.plan, space, held))
@@ -464,12 +464,12 @@ class _Maker:
         size = value.shape.size[dim]
         before = tuple(m for m in held if m < parts[0])
         if self.elastic:
-            each = per_row(size, self.graph.spaces[space])
+            each = per_row(size, self.graph.batch_axes[space])
             if each is None or each.free_symbols & self.batch:
                 raise NotElastic(f"{size} is no multiple of the batch")
             code = self._code(each, ())
             return f"({code}) * {_sum(space, before)}", f"({code}) * {_sum(space, parts)}"
-        each = concrete(size, self.sizes) // self.sizes[next(iter(self.graph.spaces[space]))]
+        each = concrete(size, self.sizes) // self.sizes[next(iter(self.graph.batch_axes[space]))]
         return _rows(self.plan, space, before) * each, _rows(self.plan, space, parts) * each
 
     def _number(self, expr: sympy.Expr, parts: Parts) -> str:
@@ -478,7 +478,7 @@ class _Maker:
 
     def _code(self, expr: sympy.Expr, parts: Parts) -> str:
         """Of an elastic program: what an expression comes to for these micro-batches."""
-        sums = {s: sympy.Symbol(_sum(k, parts)) for k, space in enumerate(self.graph.spaces) for s in space}
+        sums = {s: sympy.Symbol(_sum(k, parts)) for k, space in enumerate(self.graph.batch_axes) for s in space}
         names = {**self.others, **sums}
         found = expr.xreplace(names)
         polynomial = found.is_polynomial(*found.free_symbols) and expr.free_symbols <= names.keys()

@@ -76,7 +76,7 @@ class Build:
         outputs = tuple(self._value(n) for n in ([self._held(n) for n in returned] if plain else ending.reads))
         return OpGraph(
             graph=self.graph,
-            spaces=self.probe.spaces,
+            batch_axes=self.probe.batch_axes,
             ops=tuple(ops),
             values=tuple(self.values),
             outputs=outputs,
@@ -164,7 +164,7 @@ class Build:
                 Value(
                     index=len(self.values),
                     name=node.name if given is None else self.graph.inputs[given].name,
-                    dims=tuple(map(dim_in, self.probe.dims(node))) if tensor else (None,) * len(self.probe.spaces),
+                    dims=tuple(map(dim_in, self.probe.dims(node))) if tensor else (None,) * len(self.probe.batch_axes),
                     merged=self.probe.is_merged(node),
                     shape=self.graph.shapes.get(node),
                     storage=next(iter(self._storages(node)), None),

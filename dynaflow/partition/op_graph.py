@@ -109,7 +109,7 @@ class OpGraph:
     """All operators in an order that respects their dependencies, and how the results are put together."""
 
     graph: CapturedGraph
-    spaces: tuple[frozenset[sympy.Symbol], ...]
+    batch_axes: tuple[frozenset[sympy.Symbol], ...]
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     outputs: tuple[int, ...]
@@ -129,7 +129,7 @@ class OpGraph:
     def other_symbols(self) -> tuple[sympy.Symbol, ...]:
         """The sizes that may change from call to call and do not stand for the batch."""
         idle = [self.graph.inputs[n].symbol.free_symbols for n in self.graph.idle]  # type: ignore[union-attr]
-        return tuple(sorted(set(self.graph.hints).difference(*self.spaces, *idle), key=str))
+        return tuple(sorted(set(self.graph.hints).difference(*self.batch_axes, *idle), key=str))
 
     @cached_property
     def written(self) -> frozenset[int]:

@@ -79,8 +79,8 @@ class Overlap:
             for fact in probe.facts.values():
                 if {first, second} <= fact.reads | fact.writes and {first, second} & fact.writes:
                     return False
-        for space, *dims in zip(probe.spaces, *(probe.dims(node) for node in nodes), strict=True):
-            if dims != [None, None] and _meets_other_rows(*self.places, dims, sizes[next(iter(space))]):
+        for axis, *dims in zip(probe.batch_axes, *(probe.dims(node) for node in nodes), strict=True):
+            if dims != [None, None] and _meets_other_rows(*self.places, dims, sizes[next(iter(axis))]):
                 return False
         return True
 

@@ -93,42 +93,43 @@ class NodeFacts:
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """The facts of all nodes, for batch spaces given by their symbols (tokens or rows first, then requests)."""
+    """The facts of all nodes, for batch axes given by their symbols (tokens or rows first, then requests)."""
 
     facts: dict[fx.Node, NodeFacts]
-    spaces: tuple[frozenset[sympy.Symbol], ...]
+    batch_axes: tuple[frozenset[sympy.Symbol], ...]
     rows: tuple[int, ...]
-    """How many rows each space had."""
+    """How many rows each axis had."""
 
     def dims(self, node: fx.Node) -> Dims:
-        """On which dim the node's (tensor) result carries each space."""
-        return _dims(self.facts[node].value, len(self.spaces))
+        """On which dim the node's (tensor) result carries each axis."""
+        return _dims(self.facts[node].value, len(self.batch_axes))
 
     def is_merged(self, node: fx.Node) -> bool:
         """The rows of the node's result lie behind another dim, which was merged into theirs."""
         return any(isinstance(place, Merged) for place in self.dims(node))
 
 
-def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> Probe:
+def probe(graph: CapturedGraph, batch_axes: tuple[frozenset[sympy.Symbol], ...]) -> Probe:
     """Runs the graph on fake tensors, once, with sizes that give the batch away."""
     for given in graph.inputs:
         if given.shape is not None and _is_tied(given.shape):
             raise Unschedulable(f"the input {given.name!r} is made of windows that overlap; pass a copy of it")
-    known = graph.hints.keys() | frozenset().union(*spaces)
+    known = graph.hints.keys() | frozenset().union(*batch_axes)
     for node, shape in graph.shapes.items():
         if any(size.free_symbols - known for size in (*shape.size, *shape.stride)):
             raise Unschedulable(f"the size of {node.name} depends on a floating-point number, or on data")
     failure: Exception | None = None
     # In pairs, the likeliest first: rare among sizes, and small enough for products of several.
     for first in range(0, len(PRIMES), 2):
-        primes = PRIMES[first : first + len(spaces)]
+        primes = PRIMES[first : first + len(batch_axes)]
         values = dict(graph.hints)
-        values |= {s: 2 * p for p, space in zip(primes, spaces, strict=True) for s in space}
-        if _clashes(graph, values, primes, spaces):
+        values |= {s: 2 * p for p, axis in zip(primes, batch_axes, strict=True) for s in axis}
+        if _clashes(graph, values, primes, batch_axes):
             continue
         try:
-            found = Probe(facts=_run(graph, values, primes, spaces), spaces=spaces, rows=tuple(2 * p for p in primes))
-            graph.merged[spaces] = {n.name: found.dims(n) for n in found.facts if found.is_merged(n)}
+            facts = _run(graph, values, primes, batch_axes)
+            found = Probe(facts=facts, batch_axes=batch_axes, rows=tuple(2 * p for p in primes))
+            graph.merged[batch_axes] = {n.name: found.dims(n) for n in found.facts if found.is_merged(n)}
             return found
         except Contradiction as e:  # the model bounds its batch: try a smaller one
             failure = e
@@ -144,9 +145,9 @@ class Unschedulable(Exception):
 
 
 def _clashes(
-    graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...], spaces: tuple[Any, ...]
+    graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...], batch_axes: tuple[Any, ...]
 ) -> bool:
-    batch = frozenset().union(*spaces) if spaces else frozenset()
+    batch = frozenset().union(*batch_axes) if batch_axes else frozenset()
     sizes = {
         concrete(size, values)
         for shape in graph.shapes.values()
@@ -166,13 +167,13 @@ def _fake(shape: Shape, values: dict[sympy.Symbol, int]) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
 
 
-def _dims(tensor: Any, spaces: int) -> Dims:
-    return dims_of(tensor) or (None,) * spaces
+def _dims(tensor: Any, batch_axes: int) -> Dims:
+    return dims_of(tensor) or (None,) * batch_axes
 
 
-def _place(tensor: torch.Tensor, space: int) -> Place:
+def _place(tensor: torch.Tensor, axis: int) -> Place:
     dims = dims_of(tensor)
-    return dims[space] if dims else None
+    return dims[axis] if dims else None
 
 
 def _first_multiple(tensor: torch.Tensor, prime: int) -> int | None:
@@ -199,14 +200,14 @@ def _run(
     graph: CapturedGraph,
     values: dict[sympy.Symbol, int],
     primes: tuple[int, ...],
-    spaces: tuple[frozenset[sympy.Symbol], ...],
+    batch_axes: tuple[frozenset[sympy.Symbol], ...],
 ) -> dict[fx.Node, NodeFacts]:
     grad = torch.is_grad_enabled()
     try:
         # In inference mode operators would come undecomposed: reshape for view, linear for addmm.
         with torch.inference_mode(False), _torch.concrete_fake_mode() as mode, torch.no_grad():
-            saved = graph.forward.merged.get(spaces, {}) if graph.forward is not None else {}
-            run = _Run(graph, values, primes, BatchNumbers(spaces, values, primes), mode, saved)
+            saved = graph.forward.merged.get(batch_axes, {}) if graph.forward is not None else {}
+            run = _Run(graph, values, primes, BatchNumbers(batch_axes, values, primes), mode, saved)
             try:
                 run.run(*run.inputs())
             except Contradiction:
@@ -374,8 +375,8 @@ class _Run(fx.Interpreter):
             given = {self.number(t) for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)}
             facts.reads |= given
             facts.writes |= given  # for all that is known
-            for space in range(len(self.primes)):
-                facts.refusals.setdefault(space, f"{node.target} could not be analysed ({type(e).__name__})")
+            for axis in range(len(self.primes)):
+                facts.refusals.setdefault(axis, f"{node.target} could not be analysed ({type(e).__name__})")
             return False
 
     def _note_out(self, node: fx.Node, facts: NodeFacts) -> None:
@@ -385,8 +386,8 @@ class _Run(fx.Interpreter):
         if given <= facts.writes or isinstance(node.target, (_torch.OpOverload, _torch.OpOverloadPacket)):
             return
         facts.value, facts.writes = out, facts.writes | given
-        for space in range(len(self.primes)):
-            facts.refusals.setdefault(space, f"{_called(node)} can't be followed with out=; leave out= away")
+        for axis in range(len(self.primes)):
+            facts.refusals.setdefault(axis, f"{_called(node)} can't be followed with out=; leave out= away")
 
     def _drop_chance_labels(self, node: fx.Node, value: Any) -> None:
         """A size may be the batch's by chance: twice its half, which is one less when the batch is odd."""
@@ -460,16 +461,16 @@ class _Run(fx.Interpreter):
             fill = node.kwargs.get("fill_value", node.args[-1] if len(node.args) > 1 else None)
             sizes_only = sizes_only and not any(fill is a for a in args)
         if not sizes_only:
-            for space in sorted({space for a in args for space in self.numbers.follows(a)}):
-                facts.refusals.setdefault(space, f"{name} uses the size of the batch as a number")
+            for axis in sorted({axis for a in args for axis in self.numbers.follows(a)}):
+                facts.refusals.setdefault(axis, f"{name} uses the size of the batch as a number")
 
     def _refuse_choice_by_size(self, node: fx.Node, facts: NodeFacts) -> None:
         """Without a dim, `cross` takes the first of size 3: the batch's, in a micro-batch of three rows."""
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
         if _called(node) != "cross" or dim is not None:
             return
-        for space in range(len(self.primes)):
-            facts.refusals.setdefault(space, "cross without a dim looks for one of size 3; pass dim=")
+        for axis in range(len(self.primes)):
+            facts.refusals.setdefault(axis, "cross without a dim looks for one of size 3; pass dim=")
 
 
 _WHOLE: dict[Any, Any] = {_torch.LINEAR: torch.ops.aten.linear}
@@ -541,14 +542,14 @@ class _Observer(_torch.TorchDispatchMode):
     def _label(self, outs: list[torch.Tensor], follow: Callable[..., list[Place] | Refusal]) -> None:
         """Notes on which dim each result carries the batch, as `follow(rows, place_of)` says."""
         dims: list[list[Place]] = [[None] * len(self.run.primes) for _ in outs]
-        for space, prime in enumerate(self.run.primes):
-            found = follow(2 * prime, partial(_place, space=space))
+        for axis, prime in enumerate(self.run.primes):
+            found = follow(2 * prime, partial(_place, axis=axis))
             if isinstance(found, Refusal):
-                self.facts.refusals.setdefault(space, found.reason)
+                self.facts.refusals.setdefault(axis, found.reason)
                 # What was written in place has its rows where they were.
-                found = [_first_multiple(t, prime) if (p := _place(t, space)) is None else p for t in outs]
+                found = [_first_multiple(t, prime) if (p := _place(t, axis)) is None else p for t in outs]
             for i, dim in enumerate(found):
-                dims[i][space] = dim
+                dims[i][axis] = dim
         for tensor, d in zip(outs, dims, strict=True):
             label(tensor, tuple(d))
 

@@ -572,7 +572,7 @@ def in_pieces(model: type[nn.Module], text: str, outside: str) -> tuple[Code, Pr
     """The plan's code with fake graphs, streams and events; and a function that runs it for some inputs."""
     plan, graph = plan_of(model, text)
     fast = captured(model)
-    sizes = {**graph.graph.hints, **dict.fromkeys(graph.spaces[0], len(X))}
+    sizes = {**graph.graph.hints, **dict.fromkeys(graph.batch_axes[0], len(X))}
     operators = Operators("eager")
     operators.writes_into = True
     program = make_program(plan, graph, sizes, operators, {}, pieces=True, outside=frozenset(outside))
