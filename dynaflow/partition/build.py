@@ -159,6 +159,7 @@ class Build:
         if node not in self.value_of:
             given = self.input_of.get(node)
             tensor = isinstance(self.facts[node].value, torch.Tensor)
+            one_memory = node in self.home and len(self._storages(node)) == 1
             self.value_of[node] = len(self.values)
             self.values.append(
                 Value(
@@ -169,7 +170,7 @@ class Build:
                     shape=self.graph.shapes.get(node),
                     storage=next(iter(self._storages(node)), None),
                     input=given,
-                    end=self.facts[node].end if node in self.home and len(self._storages(node)) == 1 else None,
+                    out_variant=self.facts[node].out_variant if one_memory else None,
                     fresh=given is not None or self._is_fresh(self._base(node)),
                 )
             )

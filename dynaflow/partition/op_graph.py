@@ -9,7 +9,7 @@ from functools import cached_property
 import sympy
 from torch import fx
 
-from dynaflow.capture.batch_analysis.probe import End
+from dynaflow.capture.batch_analysis.probe import OutVariant
 from dynaflow.capture.captured_graph import CapturedGraph, Shape
 
 
@@ -28,7 +28,7 @@ class Value:
     """The memory behind it, as `Op.accesses` numbers it."""
     input: int | None = None
     """Position among the graph's inputs, if it is one."""
-    end: End | None = None
+    out_variant: OutVariant | None = None
     """How it is made, where its maker can write it straight into memory given from outside."""
     fresh: bool = True
     """Its maker always gives it memory of its own; never, for some size, that of what it was made from."""

@@ -56,7 +56,7 @@ _SIZED = {
 """Calls that take sizes: there a batch size is recomputed for each micro-batch. Elsewhere it is a number."""
 
 
-End = Literal["pointwise", "matmul"]
+OutVariant = Literal["pointwise", "matmul"]
 """A loop over elements, which a compiler can let store elsewhere; or a matrix product with an out-variant."""
 
 
@@ -81,7 +81,7 @@ class NodeFacts:
     """An in-place node's result, or one of several, is this argument itself."""
     sized: bool = False
     """A number that follows from the batch's size goes in."""
-    end: End | None = None
+    out_variant: OutVariant | None = None
     """How the result comes about, where that allows to write it straight into memory given from outside."""
     copied: bool = False
     """The result is a plain copy: for other sizes the same call (`reshape`, `to`) may be a view."""
@@ -343,12 +343,12 @@ class _Run(fx.Interpreter):
         if call.key in self.told:
             told, known = self.told[call.key]
             facts.value, facts.reads, facts.writes = told.again(call, self.mode, self.fresh)
-            facts.refusals, facts.end, facts.copied = dict(known.refusals), known.end, known.copied
+            facts.refusals, facts.out_variant, facts.copied = dict(known.refusals), known.out_variant, known.copied
         elif self._call(node, facts):
             with contextlib.suppress(Apart):
                 if Call(node.target, args, kwargs, self.number).key == call.key:  # else it has changed its arguments
                     told = Told.of(call, facts.value, facts.reads, facts.writes)
-                    known = NodeFacts(refusals=dict(facts.refusals), end=facts.end, copied=facts.copied)
+                    known = NodeFacts(refusals=dict(facts.refusals), out_variant=facts.out_variant, copied=facts.copied)
                     self.told[call.key] = (told, known)
 
     def _call(self, node: fx.Node, facts: NodeFacts) -> bool:
@@ -521,7 +521,7 @@ class _Observer(_torch.TorchDispatchMode):
             self.run.note_reshape(func)
         written = written_tensors(schema, args, kwargs)
         if not (_torch.is_view(schema) or (not written and self._only_looks(outs, given))):
-            self.facts.end, self.facts.copied = _end(func), _name(func) in _COPIES
+            self.facts.out_variant, self.facts.copied = _out_variant(func), _name(func) in _COPIES
             self._touch(given, written)
         self._label(outs, partial(follow_rows, func, args, kwargs, outs, merged=True))
         return out
@@ -589,7 +589,7 @@ def _name(func: Any) -> str:
     return func._schema.name.removeprefix("aten::")
 
 
-def _end(func: Any) -> End | None:
+def _out_variant(func: Any) -> OutVariant | None:
     name = _name(func)
     if name in _PRODUCTS:
         return "matmul"

@@ -38,7 +38,7 @@ def looks(found: Probe, node: fx.Node) -> Any:
         (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, dims_of(t)) for t in tensors_in(fact.value)
     ]
     plain = fact.value if isinstance(fact.value, (int, float, torch.Size)) else None
-    flags = (fact.scalar, fact.view, fact.sized, fact.end, fact.copied)
+    flags = (fact.scalar, fact.view, fact.sized, fact.out_variant, fact.copied)
     return type(fact.value), tensors, plain, fact.refusals, fact.returns, flags, found.dims(node)
 
 
