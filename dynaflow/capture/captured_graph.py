@@ -82,7 +82,7 @@ class Input:
     """In host memory that the copy engine can reach."""
     opaque: OpaqueValue | None = None
     """What it is, if neither a tensor nor a number."""
-    memory: int | None = None
+    alias_set: int | None = None
     """Inputs with the same number share memory, row by row."""
 
     @property
@@ -154,14 +154,14 @@ class CapturedGraph:
             if len(symbols) == 1:
                 yield from symbols
 
-    def sharing(self, pairs: Sequence[tuple[int, int]]) -> CapturedGraph:
+    def with_aliased_inputs(self, pairs: Sequence[tuple[int, int]]) -> CapturedGraph:
         """The same graph for calls in which the inputs at these positions share memory, row by row."""
         memory = list(range(len(self.inputs)))
         for one, other in pairs:
             memory = [memory[one] if m == memory[other] else m for m in memory]
         made = copy.copy(self)
         made.inputs = [
-            replace(given, memory=m if memory.count(m) > 1 else None)
+            replace(given, alias_set=m if memory.count(m) > 1 else None)
             for given, m in zip(self.inputs, memory, strict=True)
         ]
         return made

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.input_aliasing import Sharing, written_inputs
+from dynaflow.capture.batch_analysis.input_aliasing import InputAliasing, written_inputs
 from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
 from dynaflow.capture.captured_graph import copied as copied_graph
@@ -241,7 +241,7 @@ class Engine:
         graph with parts that can't be looked at writes is not known yet: it may be all."""
         nodes = gm.graph.find_nodes(op="placeholder")
         given = [_torch.graph_input(node)[2] for node in nodes]
-        found = Sharing().find(given)
+        found = InputAliasing().find(given)
         if not found:
             return False
         returned = views_returned(gm)
@@ -251,7 +251,7 @@ class Engine:
             return True
         graph = CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims)
         try:
-            return bool(Sharing(written_inputs(graph, probe(graph, ()))).find(given))
+            return bool(InputAliasing(written_inputs(graph, probe(graph, ()))).find(given))
         except (Contradiction, Unschedulable):  # it runs plainly in any case
             return True
 
@@ -281,7 +281,7 @@ class Engine:
         """The passes; but for calls whose inputs share memory that the graph writes, the graph itself: plainly, if some
         of it can't be looked at."""
         runner = self._run_by(CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims))
-        sharing = Sharing(written)
+        sharing = InputAliasing(written)
 
         def run(*args: Any) -> Any:
             if not sharing.find(list(args)):

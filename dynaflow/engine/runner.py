@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.input_aliasing import Overlap, Sharing, written_inputs
+from dynaflow.capture.batch_analysis.input_aliasing import InputAliasing, Overlap, written_inputs
 from dynaflow.engine import recorder
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
 from dynaflow.engine.plan_cache import PlanCache, PlanRequest, ReadyPlans
@@ -28,7 +28,7 @@ class GraphRunner:
         self._planner, self._owner, self._verify = weakref.ref(planner), owner, verify
         self.graph = graph
         captured = graph.graph
-        self._sharing = Sharing() if captured.phase == "inference" else None
+        self._sharing = InputAliasing() if captured.phase == "inference" else None
         """Looks at inputs that share memory; None if the graph writes none. AOTAutograd's passes are looked at
         together, elsewhere."""
         self._others: dict[tuple[tuple[int, int], ...] | None, GraphRunner] = {}
@@ -156,11 +156,11 @@ class GraphRunner:
         clash, pairs = self._clash(found, args, planner), tuple((overlap.one, overlap.other) for overlap in found)
         with planner.lock:
             if (key := None if clash else pairs) not in self._others:
-                graph = AnalyzedGraph(captured.sharing(pairs))
+                graph = AnalyzedGraph(captured.with_aliased_inputs(pairs))
                 other = self._others[key] = GraphRunner(planner, graph, self._verify, self._owner)
                 other._sharing = None
                 if clash:
-                    other.run_plainly(clash.told([given.name for given in captured.inputs]))
+                    other.run_plainly(clash.describe([given.name for given in captured.inputs]))
             return self._others[key]
 
     def _clash(self, found: tuple[Overlap, ...], args: Sequence[Any], planner: Planner) -> Overlap | None:
@@ -173,13 +173,13 @@ class GraphRunner:
             probe = self.graph.probe(batch_axes)
         return next((o for o in found if probe is None or not o.in_step(captured, probe, values)), None)
 
-    def _known_sharing(self) -> Sharing | None:
+    def _known_sharing(self) -> InputAliasing | None:
         """What looks at the arguments; None once it is known that the graph writes none of them."""
         if self._sharing is not None and self._sharing.written is None:
             known = self.graph.known_probe
             if self.graph.plain or known is not None:
                 written = written_inputs(self.graph.graph, known) if known is not None else frozenset()
-                self._sharing = Sharing(written) if written else None
+                self._sharing = InputAliasing(written) if written else None
         return self._sharing
 
     def run_plainly(self, why: str) -> None:

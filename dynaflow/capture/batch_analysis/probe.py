@@ -269,8 +269,8 @@ class _Run(fx.Interpreter):
             elif not given.owned:
                 label(tensor, tuple(_carried(tensor, p, given.batch_dim) for p in self.primes))
             number = self.number(tensor)
-            if given.memory is not None:  # writes to one are seen through the other
-                self.ids[_torch.storage_id(tensor)] = shared.setdefault(given.memory, number)
+            if given.alias_set is not None:  # writes to one are seen through the other
+                self.ids[_torch.storage_id(tensor)] = shared.setdefault(given.alias_set, number)
             made.append(tensor)
         return made
 
