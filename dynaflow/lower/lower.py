@@ -228,7 +228,7 @@ class Lowerer:
 
     def _whole(self, graph: CapturedGraph, writes: bool) -> Source | None:
         """The uncut graph for the compiler; None if it runs as it is."""
-        if self.operators.mode == "eager" or any(i.kind is None or i.memory is not None for i in graph.inputs):
+        if self.operators.mode == "eager" or any(i.kind is None or i.alias_set is not None for i in graph.inputs):
             return None
         inputs = tuple(i.kind for i in graph.inputs)
         still = frozenset(n for n, i in enumerate(graph.inputs) if i.static_address)

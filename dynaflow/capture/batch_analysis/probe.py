@@ -26,7 +26,7 @@ from dynaflow import _torch
 from dynaflow.capture.batch_analysis import higher_order_rules
 from dynaflow.capture.batch_analysis.aten_calls import RNG, Dims, dims_of, label, tensors_in, written_tensors
 from dynaflow.capture.batch_analysis.batch_sizes import BatchNumbers, evaluated, with_other_sizes
-from dynaflow.capture.batch_analysis.probe_memo import Apart, Call, Told
+from dynaflow.capture.batch_analysis.probe_memo import FakeCall, MemoEntry, NotMemoizable
 from dynaflow.capture.batch_analysis.row_rules import Refusal, follow_rows
 from dynaflow.capture.batch_analysis.signatures import Merged, Place, dim_in
 from dynaflow.capture.captured_graph import CapturedGraph, Shape
@@ -253,7 +253,7 @@ class _Run(fx.Interpreter):
         self.scrambled: set[int] = set()
         """Those of them that were written since."""
         self.observer = _Observer(self)
-        self.told: dict[Any, tuple[Told, NodeFacts]] = {}
+        self.memo: dict[Any, tuple[MemoEntry, NodeFacts]] = {}
         """By key of a call: what it did."""
 
     def inputs(self) -> list[Any]:
@@ -295,7 +295,7 @@ class _Run(fx.Interpreter):
                 self.given.add(self.number(tensor))
                 facts.merged |= node.name not in self.saved and self._shares_its_dim(tensor)
         else:
-            self._call_or_tell(node, facts)
+            self._call_memoized(node, facts)
             if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
                 facts.value = _torch.hinted(node.meta.get("example_value"))
         self.numbers.visit(node, facts.value, not tensors_in(facts.value) and self._is_of_other_dims(node))
@@ -330,26 +330,27 @@ class _Run(fx.Interpreter):
             node = node.args[0]
         return node
 
-    def _call_or_tell(self, node: fx.Node, facts: NodeFacts) -> None:
+    def _call_memoized(self, node: fx.Node, facts: NodeFacts) -> None:
         """What is alike is called once: most of a model's layers are."""
         if node.target in _REGION:
-            self.told.clear()  # behind it the same call may do something else
+            self.memo.clear()  # behind it the same call may do something else
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         try:
-            call = Call(node.target, args, kwargs, self.number)
-        except Apart:
+            call = FakeCall(node.target, args, kwargs, self.number)
+        except NotMemoizable:
             self._call(node, facts)
             return
-        if call.key in self.told:
-            told, known = self.told[call.key]
-            facts.value, facts.reads, facts.writes = told.again(call, self.mode, self.fresh)
+        if call.key in self.memo:
+            entry, known = self.memo[call.key]
+            facts.value, facts.reads, facts.writes = entry.replay(call, self.mode, self.fresh)
             facts.refusals, facts.out_variant, facts.copied = dict(known.refusals), known.out_variant, known.copied
         elif self._call(node, facts):
-            with contextlib.suppress(Apart):
-                if Call(node.target, args, kwargs, self.number).key == call.key:  # else it has changed its arguments
-                    told = Told.of(call, facts.value, facts.reads, facts.writes)
+            with contextlib.suppress(NotMemoizable):
+                # Only if the call left its arguments as they were.
+                if FakeCall(node.target, args, kwargs, self.number).key == call.key:
+                    entry = MemoEntry.of(call, facts.value, facts.reads, facts.writes)
                     known = NodeFacts(refusals=dict(facts.refusals), out_variant=facts.out_variant, copied=facts.copied)
-                    self.told[call.key] = (told, known)
+                    self.memo[call.key] = (entry, known)
 
     def _call(self, node: fx.Node, facts: NodeFacts) -> bool:
         """Whether it could be made."""
@@ -421,7 +422,7 @@ class _Run(fx.Interpreter):
         )
 
     def _lose_rows(self, node: fx.Node, facts: NodeFacts, result: list[torch.Tensor]) -> None:
-        """Notes whether a result's rows can still be told by position once the node has run on a part of the batch."""
+        """Records whether position still identifies the rows of a result after the node has run on a part of them."""
         given = [self.facts[a] for a in node.all_input_nodes]
         if facts.refusals:
             self.regrouped |= facts.storages
