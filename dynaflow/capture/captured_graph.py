@@ -167,7 +167,7 @@ class CapturedGraph:
         return made
 
     @property
-    def idle(self) -> frozenset[int]:
+    def unused_numbers(self) -> frozenset[int]:
         """Positions of the inputs that are numbers on which nothing depends that the graph computes."""
         sizes = {s for shape in self.shapes.values() for e in (*shape.size, *shape.stride) for s in e.free_symbols}
         return frozenset(

@@ -24,7 +24,7 @@ class AnalyzedGraph:
         self.graph = graph
         self.plain: str | None = None
         """Why the graph runs plainly, if it does."""
-        idle = graph.idle
+        idle = graph.unused_numbers
         self.size_positions = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
         """Of the inputs that are numbers: a plan is made for their values."""
         self._probes: dict[BatchAxes, Any] = {}

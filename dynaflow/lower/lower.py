@@ -206,7 +206,7 @@ class Lowerer:
                 shown = set(fusion_values(graph, items)[1])
                 hidden |= {v for op, parts in items for v in op.writes if (v, parts) not in shown}
         inner = tuple(v for op in graph.ops for v in op.writes if v not in hidden)
-        every = replace(graph, outputs=inner, ending=None)
+        every = replace(graph, outputs=inner, epilogue=None)
         make = partial(make_program, plan, every, job.sizes, self.operators, job.functions, chains=False)
         program = _until_compiled(make)
         code = self._generate(program, job.device)

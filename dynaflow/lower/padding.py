@@ -59,7 +59,7 @@ class Padding:
         if len(graph.batch_axes) != 1:
             what = "requests of several lengths" if graph.batch_axes else "no batch"
             raise _refused(f"the graph has {what}, so there is nothing to pad")
-        if (found := graph.mixing) is not None:
+        if (found := graph.row_mixing) is not None:
             what = found.op or "a result"
             raise _refused(f"{what} would see the padding: {found.reason}", op=found.op, line=found.line)
         for i, given in enumerate(graph.graph.inputs):

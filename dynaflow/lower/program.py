@@ -503,11 +503,11 @@ class _Maker:
                 program.end.append(f"{name} = {name}.clone()")
             elif program.steps[maker].lane != caller and (shape is None or shape.device.type == device):
                 program.made_aside.append(name)
-        if self.graph.ending is None:
+        if self.graph.epilogue is None:
             program.results = "(" + "".join(f"{r}, " for r in results).rstrip() + ")"
             return
-        numbers = [self._number(e, self.all) for e in self.graph.ending_symbols]
-        program.names["ending"] = self.graph.ending.forward
+        numbers = [self._number(e, self.all) for e in self.graph.epilogue_symbols]
+        program.names["ending"] = self.graph.epilogue.forward
         program.results = f"ending({', '.join(numbers + results)})"
 
     def _free(self) -> None:

@@ -24,7 +24,7 @@ from dynaflow.capture.collectives import group_of
 from dynaflow.capture.node_info import addresses_memory, module_stack, source_line, target_names
 from dynaflow.core.memory_layout import is_dense, overlaps_itself
 from dynaflow.partition.claims import Claim, has_no_rows, is_inside
-from dynaflow.partition.op_graph import Mixing, Op, OpGraph, Result, Value
+from dynaflow.partition.op_graph import Op, OpGraph, Result, RowMixing, Value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,23 +67,23 @@ class Build:
         needed: set[fx.Node] = set()
         for piece in pieces:
             needed |= piece.copy_work()
-        ending = _Piece(self, None)
-        needed |= ending.copy_results(returned)
+        epilogue = _Piece(self, None)
+        needed |= epilogue.copy_results(returned)
         self.crossing = {s for n in needed for s in self._storages(n)}
         names = _unique([self._name(g) for g in range(len(self.groups))])
         ops = [self._op(piece, name, needed) for piece, name in zip(pieces, names, strict=True)]
-        plain = not ending.made and not ending.symbols and all(isinstance(n, fx.Node) for n in returned)
-        outputs = tuple(self._value(n) for n in ([self._held(n) for n in returned] if plain else ending.reads))
+        plain = not epilogue.made and not epilogue.symbols and all(isinstance(n, fx.Node) for n in returned)
+        outputs = tuple(self._value(n) for n in ([self._held(n) for n in returned] if plain else epilogue.reads))
         return OpGraph(
             graph=self.graph,
             batch_axes=self.probe.batch_axes,
             ops=tuple(ops),
             values=tuple(self.values),
             outputs=outputs,
-            ending=None if plain else ending.module(ending.results),
-            ending_symbols=tuple(ending.symbols),
+            epilogue=None if plain else epilogue.module(epilogue.results),
+            epilogue_symbols=tuple(epilogue.symbols),
             results=tuple(self._result(n) for n in returned),
-            mixing=self._mixing(ops, pieces, ending),
+            row_mixing=self._row_mixing(ops, pieces, epilogue),
         )
 
     def _result(self, node: Any) -> Result:
@@ -100,20 +100,20 @@ class Build:
             passed=self.graph.phase == "backward" or node in self.graph.saved,
         )
 
-    def _mixing(self, ops: list[Op], pieces: list[_Piece], ending: _Piece) -> Mixing | None:
+    def _row_mixing(self, ops: list[Op], pieces: list[_Piece], epilogue: _Piece) -> RowMixing | None:
         for op, piece in zip(ops, pieces, strict=True):
             if op.refusal is not None:
-                return Mixing(op=op.name, reason=op.refusal, line=op.line)
+                return RowMixing(op=op.name, reason=op.refusal, line=op.line)
             if op.shared and (found := self._sees_rows(piece, op.name)) is not None:
                 return found
-        return self._sees_rows(ending, None)
+        return self._sees_rows(epilogue, None)
 
-    def _sees_rows(self, piece: _Piece, name: str | None) -> Mixing | None:
+    def _sees_rows(self, piece: _Piece, name: str | None) -> RowMixing | None:
         """A node that can't be split, and that rows go into, or come out of, or their number."""
         for n in piece.made:
             for reason in self.facts[n].refusals.values():
                 if self.facts[n].sized or not has_no_rows(n, self.probe):
-                    return Mixing(op=name, reason=reason, line=source_line(n))
+                    return RowMixing(op=name, reason=reason, line=source_line(n))
         return None
 
     def _held(self, node: fx.Node) -> fx.Node:

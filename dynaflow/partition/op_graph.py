@@ -95,7 +95,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixing:
+class RowMixing:
     """Something in a graph that more rows would change for the rows that are there."""
 
     op: str | None
@@ -113,12 +113,12 @@ class OpGraph:
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     outputs: tuple[int, ...]
-    """The values that `ending` takes, for the whole batch."""
-    ending: fx.GraphModule | None
+    """The values that `epilogue` takes, for the whole batch."""
+    epilogue: fx.GraphModule | None
     """Views and numbers among the results, made from `outputs`; None when `outputs` are the results."""
-    ending_symbols: tuple[sympy.Expr, ...] = ()
+    epilogue_symbols: tuple[sympy.Expr, ...] = ()
     results: tuple[Result, ...] = ()
-    mixing: Mixing | None = None
+    row_mixing: RowMixing | None = None
     """The first operator, or result, that does not treat each row by itself."""
 
     @cached_property
@@ -128,8 +128,8 @@ class OpGraph:
     @cached_property
     def other_symbols(self) -> tuple[sympy.Symbol, ...]:
         """The sizes that may change from call to call and do not stand for the batch."""
-        idle = [self.graph.inputs[n].symbol.free_symbols for n in self.graph.idle]  # type: ignore[union-attr]
-        return tuple(sorted(set(self.graph.hints).difference(*self.batch_axes, *idle), key=str))
+        unused = [self.graph.inputs[n].symbol.free_symbols for n in self.graph.unused_numbers]  # type: ignore[union-attr]
+        return tuple(sorted(set(self.graph.hints).difference(*self.batch_axes, *unused), key=str))
 
     @cached_property
     def written(self) -> frozenset[int]:
