@@ -40,7 +40,7 @@ from dynaflow._torch.distributed import (
     symmetric_memory,
 )
 from dynaflow._torch.dynamo import (
-    GIVEN,
+    GRAPH_INPUT,
     NEVER_FRAMES,
     annotate,
     break_where_cast,

@@ -150,7 +150,7 @@ class Passes:
             forward=self._forward if backward else None, merged_calls=self._merged_calls,
         )  # fmt: skip
         for given in graph.inputs:
-            given.node.meta.pop(_torch.GIVEN, None)  # it would keep the tensor
+            given.node.meta.pop(_torch.GRAPH_INPUT, None)  # it would keep the tensor
         if not backward:
             self._forward = graph
         return graph
@@ -260,7 +260,7 @@ class Passes:
         if node.op == "placeholder" and (given := _torch.traced_input(node)) is not None:
             index, attributes = given
             if attributes:
-                meta[_torch.GIVEN] = self._inside(self._inputs[index], attributes)
+                meta[_torch.GRAPH_INPUT] = self._inside(self._inputs[index], attributes)
             elif "grapharg" in self._inputs[index].meta:
                 meta["grapharg"] = self._inputs[index].meta["grapharg"]
 

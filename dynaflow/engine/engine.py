@@ -36,7 +36,7 @@ from dynaflow.capture.joint_graph import (
     wants_gradients,
 )
 from dynaflow.capture.optimizer_ops import Updates
-from dynaflow.capture.serialize import is_given
+from dynaflow.capture.serialize import has_example_args
 from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
 from dynaflow.core.stats import Stats
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
@@ -133,7 +133,7 @@ class Engine:
             frame = _torch.traced_frame()
             if marks.again not in ((), frame):
                 take_marks_back()  # of a frame whose second trace came to nothing
-            if not (marks.again == frame or is_given(gm)):
+            if not (marks.again == frame or has_example_args(gm)):
                 more = make_batch_dynamic(gm, self.batch_dims, self._requests(), self.parameters, self.dynamic_dims)
                 if more:
                     marks.undo, marks.again = (*marks.undo, *more), frame

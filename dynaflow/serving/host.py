@@ -25,7 +25,7 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow.capture.captured_graph import copied, input_name
 from dynaflow.capture.op_registry import arguments, by_rows, call_directly, left_alone
-from dynaflow.capture.serialize import given, read, written
+from dynaflow.capture.serialize import dumps, loads, set_example_args
 from dynaflow.core import forks
 from dynaflow.core.disk_cache import only_mine
 from dynaflow.core.plan import Plan
@@ -111,7 +111,7 @@ class Kept(abc.ABC):
         _torch.each_source_once()
         kept = cls(copied(gm), host)  # Dynamo still looks at the graph that it handed out
         try:
-            kept._written = written(gm)
+            kept._written = dumps(gm)
         except Exception as e:  # pickles raise whatever they like; nothing is wrong but that it can't be kept
             kept._written = e
         return kept
@@ -124,7 +124,7 @@ class Kept(abc.ABC):
         if self._run is not None:
             return self._run(*args)
         assert self._gm is not None
-        given(self._gm, args)
+        set_example_args(self._gm, args)
         with _uncollected():
             self._run, self._gm = self.scheduled(self._gm, list(args)), None
             return self._run(*args)
@@ -143,7 +143,7 @@ class Kept(abc.ABC):
     def deserialize_compile_artifacts(cls, data: bytes) -> Kept:
         if (folder := cls.folder()) is not None:  # to unpickle is to run whatever somebody wrote there
             only_mine(folder)
-        return cls(read(data))
+        return cls(loads(data))
 
     @classmethod
     def folder(cls) -> Path | None:
@@ -296,7 +296,7 @@ def tell_rows(
     with gm.graph.inserting_after(places[-1]):
         told = gm.graph.placeholder(ROWS)
     told.meta["example_value"] = like.new_empty((like.shape[dim],), dtype=torch.int32, device="cpu")
-    told.meta[_torch.GIVEN] = (ROWS, False, torch.arange(rows, dtype=torch.int32))
+    told.meta[_torch.GRAPH_INPUT] = (ROWS, False, torch.arange(rows, dtype=torch.int32))
     inputs.append(told.meta["example_value"])
     by_rows(f"{TOLD}::*")
     left_alone(f"{TOLD}::*")
