@@ -34,7 +34,7 @@ class ByRows:
 
 _globs: dict[str, ByRows] = {}
 _collectives: dict[str, Collective] = {}
-_left_alone: set[str] = set()
+_opaque: set[str] = set()
 _capturable: set[str] = set()
 direct_calls: dict[_torch.OpOverload, Callable[..., Any]] = {}
 """See `call_directly`."""
@@ -88,15 +88,15 @@ def collective(*operators: Any, group: str, dim: str | int | None = None, named:
         _collectives[name] = Collective(group=group, dim=dim, named=named)
 
 
-def left_alone(*operators: Any, capturable: bool = False) -> None:
+def opaque_ops(*operators: Any, capturable: bool = False) -> None:
     """Declares that custom operators are called as they are, between pieces of compiled code.
 
     Each is an operator (`torch.ops.mine.read_cache`) or a glob on names ("mine::*").
     capturable: they may be captured in a CUDA graph with the code around them, since what they look at outside of it is
         the same in all calls of a size.
     """
-    names = _names("left_alone", operators)
-    _left_alone.update(names)
+    names = _names("opaque_ops", operators)
+    _opaque.update(names)
     if capturable:
         _capturable.update(names)
 
@@ -142,13 +142,13 @@ def collective_of(target: Any) -> Collective | None:
     return next((how for glob, how in _collectives.items() if fnmatchcase(packet._qualified_op_name, glob)), None)
 
 
-def is_left_alone(node: fx.Node) -> bool:
-    return _is_among(node, _left_alone)
+def is_opaque(node: fx.Node) -> bool:
+    return _is_among(node, _opaque)
 
 
 def is_never_captured(node: fx.Node) -> bool:
     """It is left alone, and may not be in a CUDA graph with the code around it."""
-    return is_left_alone(node) and not _is_among(node, _capturable)
+    return is_opaque(node) and not _is_among(node, _capturable)
 
 
 def _is_among(node: fx.Node, globs: Set[str]) -> bool:
@@ -158,8 +158,8 @@ def _is_among(node: fx.Node, globs: Set[str]) -> bool:
     )
 
 
-def leaves_some_alone(gm: fx.GraphModule) -> bool:
-    return any(is_left_alone(node) for node in gm.graph.nodes)
+def has_opaque_ops(gm: fx.GraphModule) -> bool:
+    return any(is_opaque(node) for node in gm.graph.nodes)
 
 
 def followed(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

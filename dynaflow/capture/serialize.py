@@ -50,7 +50,8 @@ def dumps(gm: fx.GraphModule) -> bytes:
         if node.op in ("get_attr", "call_module"):
             raise ValueError(f"the graph has a module or a constant of its own: {node.format_node()}")
         example = node.meta.get("example_value")
-        meta = {name: same.setdefault((name, str(fact)), fact) for name, fact in node.meta.items() if name in SAVED_META}
+        saved = ((name, value) for name, value in node.meta.items() if name in SAVED_META)
+        meta = {name: same.setdefault((name, str(value)), value) for name, value in saved}
         nodes.append(
             _Node(
                 op=node.op,

@@ -18,7 +18,7 @@ from dynaflow import _torch
 from dynaflow._torch import Boxed
 from dynaflow.capture.batch_analysis.probe import concrete
 from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape, copied
-from dynaflow.capture.op_registry import direct_calls, is_left_alone, is_never_captured, leaves_some_alone
+from dynaflow.capture.op_registry import direct_calls, has_opaque_ops, is_never_captured, is_opaque
 from dynaflow.core import forks
 from dynaflow.errors import DynaFlowError
 from dynaflow.lower.first_call import Untried
@@ -147,7 +147,7 @@ class Operators:
             return self.as_it_is(source.module)
         if strides is None:
             strides = tuple(strides_of(i, sizes) if isinstance(i, Shape) else None for i in source.inputs)
-        if leaves_some_alone(source.module):
+        if has_opaque_ops(source.module):
             given = dict(zip(source.module.graph.find_nodes(op="placeholder"), strides, strict=True))
             return self._in_turn(source, lambda p, part: self.get(part, sizes, _strides(p, part, sizes, given)))
         key = self._key(source)
@@ -170,7 +170,7 @@ class Operators:
         """A function for these sizes and all that meet the conditions. To be called after `finish`."""
         if self.mode == "eager" or source.aliased:
             return self.as_it_is(source.module), frozenset()
-        if leaves_some_alone(source.module):
+        if has_opaque_ops(source.module):
             known = self._turns.setdefault((self._key(source), uncut), [])
             if not (fitting := [turn for turn in known if all(holds(sizes) for holds in turn[1])]):
                 known += (fitting := [self._in_turn_for_all(source, sizes, self.captured if uncut else None)])
@@ -247,7 +247,7 @@ class Operators:
         self, source: Source, get: Callable[[Piece, Source], Boxed], captured: Captured | None = None
     ) -> Boxed:
         """The graph piece by piece, with what `get` says for those that are compiled."""
-        pieces = pieces_of(source.module, is_left_alone if captured is None else is_never_captured)
+        pieces = pieces_of(source.module, is_opaque if captured is None else is_never_captured)
         parts = [_part(piece, source) for piece in pieces]
         if captured is not None and not _stay_put(pieces, parts):
             return self._in_turn(source, get)

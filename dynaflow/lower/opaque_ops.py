@@ -17,7 +17,7 @@ from torch import fx
 
 from dynaflow._torch import REGIONS, SET_GRAD, Boxed
 from dynaflow.capture.captured_graph import KIND
-from dynaflow.capture.op_registry import is_left_alone
+from dynaflow.capture.op_registry import is_opaque
 from dynaflow.lower.first_call import Untried
 
 _REGION_MARKS = {*REGIONS, *REGIONS.values(), SET_GRAD}
@@ -35,7 +35,7 @@ class Piece:
     """It is called as it is."""
 
 
-def pieces_of(module: fx.GraphModule, is_alone: Callable[[fx.Node], bool] = is_left_alone) -> list[Piece]:
+def pieces_of(module: fx.GraphModule, is_alone: Callable[[fx.Node], bool] = is_opaque) -> list[Piece]:
     """In order."""
     return [_piece(module, nodes, alone) for nodes, alone in _groups(module.graph, is_alone)]
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.captured_graph import copied, input_name
-from dynaflow.capture.op_registry import arguments, by_rows, call_directly, left_alone
+from dynaflow.capture.op_registry import arguments, by_rows, call_directly
 from dynaflow.capture.serialize import dumps, loads, set_example_args
 from dynaflow.core import forks
 from dynaflow.core.disk_cache import only_mine
@@ -299,7 +299,7 @@ def tell_rows(
     told.meta[_torch.GRAPH_INPUT] = (ROWS, False, torch.arange(rows, dtype=torch.int32))
     inputs.append(told.meta["example_value"])
     by_rows(f"{TOLD}::*")
-    left_alone(f"{TOLD}::*")
+    opaque_ops(f"{TOLD}::*")
     for node, overload in asking.items():
         node.target = _told(overload, within, opaque)
         node.args = (told, *node.args)
