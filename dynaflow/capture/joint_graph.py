@@ -25,8 +25,8 @@ from dynaflow import _torch
 from dynaflow.capture.annotations import marks_of
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, Phase, copied, input_name
 from dynaflow.capture.node_info import ORIGIN, module_stack, target_names
-from dynaflow.capture.optimizer_ops import Updates
-from dynaflow.capture.optimizer_steps import Updating, base
+from dynaflow.capture.optimizer_ops import OptimizerInBackward
+from dynaflow.capture.optimizer_steps import StepInserter, base
 from dynaflow.core.memory_layout import overlaps_itself
 from dynaflow.errors import DynaFlowError
 
@@ -81,7 +81,7 @@ class Passes:
         declared: BatchDims | None,
         offload_saved: int | None,
         offload_most: int | None,
-        updates: Updates | None,
+        updates: OptimizerInBackward | None,
         *,
         training: bool,
         merged_calls: bool,
@@ -107,7 +107,7 @@ class Passes:
         """Of which results the backward pass gets the gradients."""
         self._made_of: list[frozenset[int]] = []
         """For each gradient that it makes: of which results' gradients."""
-        self._updating: Updating | None = None
+        self._updating: StepInserter | None = None
         if updates is not None and training:
             real = [_torch.graph_input(node)[2] for node in self._inputs]
             if any(_torch.wrapped_tensors(tensor) not in (None, 1) for tensor in real):
@@ -117,7 +117,7 @@ class Passes:
                 )
             # AOTAutograd gives them these names, in both passes.
             named = {f"primals_{i}": tensor for i, tensor in enumerate(real, 1)}
-            self._updating = Updating(updates, named, self._partial)
+            self._updating = StepInserter(updates, named, self._partial)
 
     def read(self, gm: fx.GraphModule, backward: bool) -> CapturedGraph:
         """One of the passes. The forward pass comes first."""

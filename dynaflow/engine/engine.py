@@ -35,7 +35,7 @@ from dynaflow.capture.joint_graph import (
     views_returned,
     wants_gradients,
 )
-from dynaflow.capture.optimizer_ops import Updates
+from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.capture.serialize import has_example_args
 from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
 from dynaflow.core.stats import Stats
@@ -90,7 +90,7 @@ class Engine:
     ) -> None:
         _torch.teach_dynamo(TRACED)
         self.name, self.offload = name, (offload_saved, offload_most)
-        self.updates = None if optimizer is None else Updates(optimizer)
+        self.updates = None if optimizer is None else OptimizerInBackward(optimizer)
         self.batch_dims, self.verify, self.parameters = batch_dims, verify, parameters
         self.dynamic_dims = dynamic_dims or {}
         self.stats = Stats()
