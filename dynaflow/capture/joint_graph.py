@@ -51,7 +51,7 @@ def declares_regions(gm: fx.GraphModule, rules: Sequence[Any]) -> bool:
     return marked or any(getattr(rule, "splittable", None) for rule in rules)
 
 
-def strange_parts(gm: fx.GraphModule) -> str | None:
+def opaque_features(gm: fx.GraphModule) -> str | None:
     """What keeps a graph from being looked at node by node until AOTAutograd has taken it apart, if anything does."""
     if _torch.has_transforms(gm):
         return "transforms of torch.func"
@@ -67,11 +67,11 @@ def _is_nested(node: fx.Node) -> bool:
     return isinstance(example, torch.Tensor) and example.is_nested
 
 
-class Mistraced(Exception):
+class TraceMismatch(Exception):
     """AOTAutograd has made something else of the graph."""
 
 
-class Passes:
+class JointGraph:
     """The two passes of one captured model."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Passes:
         self._inputs = [fx.Graph().node_copy(node) for node in gm.graph.find_nodes(op="placeholder")]
         """Of the graph that Dynamo made, which goes."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
-        self._memory = Memory.of(gm)
+        self._memory = Aliasing.of(gm)
         self._first, self._bases = 0, dict[int, int]()
         """Which result of the forward pass is the first of the graph's; and which is there for which to be made of."""
         self._forward: CapturedGraph | None = None
@@ -213,7 +213,7 @@ class Passes:
             if _is_written(made_of):
                 # AOTAutograd (seen on 2.13) saves what the forward pass has written by then.
                 name = input_name(_torch.graph_input(made_of)[0], self._parameters)
-                raise Mistraced(f"the backward pass needs the input {name!r} as it is before the model writes to it")
+                raise TraceMismatch(f"the backward pass needs the input {name!r} as it is before the model writes to it")
 
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
         """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
@@ -272,7 +272,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Aliasing:
     """Which tensors of a graph share memory in eager torch: equal numbers do. None for what is no tensor."""
 
     given: frozenset[int | None]
@@ -281,11 +281,11 @@ class Memory:
     """Whether results have some. None for what can't."""
 
     @staticmethod
-    def of(gm: fx.GraphModule) -> Memory:
+    def of(gm: fx.GraphModule) -> Aliasing:
         (output,) = gm.graph.find_nodes(op="output")
         given = frozenset(map(_memory, gm.graph.find_nodes(op="placeholder")))
         results = output.args[0]
-        return Memory(given=given, results=tuple(map(_memory, results)), gradients=tuple(map(_has_gradient, results)))
+        return Aliasing(given=given, results=tuple(map(_memory, results)), gradients=tuple(map(_has_gradient, results)))
 
 
 def untraceable_views(gm: fx.GraphModule) -> str | None:
@@ -358,12 +358,12 @@ def returns_or_writes(gm: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> bo
     """Whether the graph does so with what shares memory with these."""
     if any(tensor._version for tensor in tensors):
         return True
-    return bool({_torch.storage_id(tensor) for tensor in tensors} & set(Memory.of(gm).results))
+    return bool({_torch.storage_id(tensor) for tensor in tensors} & set(Aliasing.of(gm).results))
 
 
 def views_returned(gm: fx.GraphModule) -> set[fx.Node]:
     """The inputs that share memory with a result."""
-    returned = set(Memory.of(gm).results) - {None}
+    returned = set(Aliasing.of(gm).results) - {None}
     return {node for node in gm.graph.find_nodes(op="placeholder") if _memory(node) in returned}
 
 
@@ -384,7 +384,7 @@ def _memory(node: Any) -> int | None:
         return None
 
 
-def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
+def _check_together(gm: fx.GraphModule, eager: Aliasing) -> None:
     """Results that share memory in eager torch must do so here. AOTAutograd (seen on 2.13) copies what is a view by
     nothing but its memory, as the parts of `unsafe_split` are."""
     (output,) = gm.graph.find_nodes(op="output")
@@ -396,7 +396,7 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
         shares_input = own in eager.given and base(node).op != "placeholder"
         if shares_input or made_of.setdefault(own, _made_of(node)) != _made_of(node):
             other = "an input" if shares_input else "another"
-            raise Mistraced(f"result {i - first} shares memory with {other}, but is no view of it to torch")
+            raise TraceMismatch(f"result {i - first} shares memory with {other}, but is no view of it to torch")
 
 
 def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
@@ -481,7 +481,7 @@ def _made_of(node: fx.Node) -> Any:
     return (found.args[0], found.args[1]) if found.target is operator.getitem else found
 
 
-def _keep_apart(gm: fx.GraphModule, eager: Memory) -> None:
+def _keep_apart(gm: fx.GraphModule, eager: Aliasing) -> None:
     """Copies results that share memory with others, or with an input, only since a copy was left out: Inductor's front
     end (seen on 2.11 and 2.13) returns `x` for `x + 0`, and does not look for copies of what became a view by another
     one's going, nor AOTAutograd for what becomes the same by `copy_`.

@@ -24,12 +24,12 @@ from dynaflow.capture.captured_graph import copied as copied_graph
 from dynaflow.capture.dynamic_dims import mark_arguments
 from dynaflow.capture.higher_order import inline
 from dynaflow.capture.joint_graph import (
-    Mistraced,
-    Passes,
+    JointGraph,
+    TraceMismatch,
     declares_regions,
+    opaque_features,
     returns_gradients,
     returns_or_writes,
-    strange_parts,
     takes_nested,
     untraceable_views,
     views_returned,
@@ -150,7 +150,7 @@ class Engine:
                 return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
             inline(gm, training=training)
             keep_bags(gm)
-            if training or strange_parts(gm) is not None:
+            if training or opaque_features(gm) is not None:
                 if left_out and returns_or_writes(gm, left_out):  # AOTAutograd would not know what they are
                     return self._plain(gm, "what a dropout returns that drops nothing is returned or written")
                 return self._traced(gm, example_inputs, training)
@@ -168,7 +168,7 @@ class Engine:
     def _traced(self, gm: fx.GraphModule, example_inputs: list[Any], training: bool) -> Callable[..., Any]:
         """What AOTAutograd makes of a graph: both passes of training, each with plans of its own; or one graph, in
         which the transforms of torch.func are what they come to."""
-        strange = strange_parts(gm)
+        strange = opaque_features(gm)
         if self._clash(gm, strange):
             if strange is not None:
                 return self._plain(gm, f"it has {strange}, and inputs that share memory")
@@ -176,7 +176,7 @@ class Engine:
         if (why := untraceable_views(gm)) is not None:
             return self._plain(gm, why)
         merge_calls = not declares_regions(gm, self._rules_now())
-        passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates,
+        passes = JointGraph(gm, self.parameters, self.batch_dims, *self.offload, self.updates,
                         training=training, merged_calls=merge_calls)  # fmt: skip
         native = self.operators.mode == "eager"
         ours: list[Exception] = []
@@ -207,7 +207,7 @@ class Engine:
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
             return self._held(made, passes, gm) if training else made
         except Exception as e:
-            if ours and isinstance(ours[0], Mistraced):
+            if ours and isinstance(ours[0], TraceMismatch):
                 return self._plain(gm, str(ours[0]))
             if ours and not isinstance(ours[0], NOT_FAILURES):
                 return self._plain(gm, fall_back(ours[0], self.name))
@@ -255,7 +255,7 @@ class Engine:
         except (Contradiction, Unschedulable):  # it runs plainly in any case
             return True
 
-    def _held(self, made: Callable[..., Any], passes: Passes, gm: fx.GraphModule) -> Callable[..., Any]:
+    def _held(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
         """What AOTAutograd has made of the passes; what is to run backward holds the engine, since the compiled model
         may be gone by then. `gm`: what runs in forward-mode AD, which AOTAutograd's function knows nothing of."""
         engine_of = weakref.ref(self)
