@@ -22,7 +22,7 @@ from dynaflow import _torch
 from dynaflow.capture.collectives import make_contiguous
 from dynaflow.capture.dtensor_inputs import use_shards
 from dynaflow.capture.higher_order import drop_unused_numbers
-from dynaflow.capture.host_scalars import Numbers
+from dynaflow.capture.host_scalars import HostScalars
 from dynaflow.capture.node_info import unwrapped
 from dynaflow.errors import SplitError, nearest
 
@@ -122,7 +122,7 @@ class CapturedGraph:
         self.grad = torch.is_grad_enabled() and phase == "inference"
         make_contiguous(gm)
         drop_unused_numbers(gm)
-        self.numbers = Numbers(gm)
+        self.host_scalars = HostScalars(gm)
         """Those that the graph makes of numbers alone."""
         self.shards = use_shards(gm)
         """Inputs that are DTensors, of which the graph takes what this rank holds."""

@@ -1,4 +1,4 @@
-"""Numbers that a graph makes of numbers alone, such as a counter that the model keeps in Python.
+"""HostScalars that a graph makes of numbers alone, such as a counter that the model keeps in Python.
 
 They are no work for a plan. Taken out of the graph, they are made beside it in each call; and what nothing else uses is
 no part of a situation, so that counting on does not ask for another plan.
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 
-class Numbers:
+class HostScalars:
     """Those among a graph's results. The graph is changed: it has them no more."""
 
     def __init__(self, gm: fx.GraphModule) -> None:

@@ -213,7 +213,7 @@ class JointGraph:
             if _is_written(made_of):
                 # AOTAutograd (seen on 2.13) saves what the forward pass has written by then.
                 name = input_name(_torch.graph_input(made_of)[0], self._parameters)
-                raise TraceMismatch(f"the backward pass needs the input {name!r} as it is before the model writes to it")
+                raise TraceMismatch(f"the backward pass needs the input {name!r} as it was before the model writes it")
 
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
         """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""

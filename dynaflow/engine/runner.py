@@ -35,7 +35,7 @@ class GraphRunner:
         """For calls whose inputs share memory: by the positions of those in step, or None where some are not."""
         self._ready: Callable[[], ReadyPlans | None] = type(None)
         """Belong to the planner: this lives as long as Dynamo's code of the model, which may outlive the plans."""
-        self._changes_arguments = bool(captured.shards or captured.numbers.positions)
+        self._changes_arguments = bool(captured.shards or captured.host_scalars.positions)
 
     def __call__(self, *args: Any) -> Any:
         return self.boxed(list(args))
@@ -71,7 +71,7 @@ class GraphRunner:
         captured = self.graph.graph
         for i in captured.shards:
             args[i] = _torch.shard_of(args[i])
-        numbers = captured.numbers
+        numbers = captured.host_scalars
         if not numbers.positions:
             return self._results(planner, args)
         made = numbers.made(args)

@@ -24,7 +24,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.captured_graph import copied, input_name
-from dynaflow.capture.op_registry import arguments, by_rows, call_directly
+from dynaflow.capture.op_registry import arguments, by_rows, call_directly, opaque_ops
 from dynaflow.capture.serialize import dumps, loads, set_example_args
 from dynaflow.core import forks
 from dynaflow.core.disk_cache import only_mine

@@ -26,7 +26,7 @@ import torch
 from dynaflow import _torch
 from dynaflow.capture.op_registry import has_opaque_ops
 from dynaflow.core.device import device_for
-from dynaflow.core.disk_cache import Store
+from dynaflow.core.disk_cache import DiskCache
 from dynaflow.core.plan_text import resource_in_words
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
@@ -44,7 +44,7 @@ GAIN = 0.99
 """A winner takes at most this part of sequence's time, and nine rounds of ten are faster than sequence."""
 TRUSTED_GAIN = 0.93
 """The same for a prediction that nothing was measured for."""
-_store = Store("decisions")
+_store = DiskCache("decisions")
 _numbers = itertools.count()
 
 Say = Callable[[str], None]

@@ -174,7 +174,7 @@ def run_mutant(case: Case, plan: Plan, graph: OpGraph) -> None:
     captured = case.group.runner_of(args).graph.graph
     sizes = {**captured.hints, **captured.symbol_values(args)}
     lowered = case.group.engine.planner.lowerer.lower(plan, graph, sizes, {})
-    numbers = captured.numbers
+    numbers = captured.host_scalars
 
     def run(*given: Any) -> Any:
         results = lowered(list(given))
