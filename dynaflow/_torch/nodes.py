@@ -29,6 +29,29 @@ def packet_of(target: Any) -> Any:
     return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
+def schema_of(target: Any) -> Any:
+    """The schema of an overload; None for a higher-order operator, or a function. Seen on 2.11 and 2.13."""
+    return getattr(target, "_schema", None)
+
+
+def op_name(target: Any) -> str:
+    """`mm` for `aten::mm.default`; empty for what is no overload. Seen on 2.11 and 2.13."""
+    return getattr(target, "_opname", "")
+
+
+def qualified_name(target: Any) -> str:
+    """`aten::mm` for an overload or its packet. Seen on 2.11 and 2.13."""
+    name: str = packet_of(target)._qualified_op_name
+    return name
+
+
+def is_torchs_own(function: Any) -> bool:
+    """Whether torch defines the function. An operator of another library lives in torch._ops as well. Seen on 2.11 and
+    2.13."""
+    module = getattr(function, "__module__", None) or "torch"
+    return module.split(".")[0] == "torch" and (not module.startswith("torch._ops.") or module == "torch._ops.aten")
+
+
 def is_view(schema: Any) -> bool:
     aliases = [r.alias_info for r in schema.returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)

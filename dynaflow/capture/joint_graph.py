@@ -297,7 +297,7 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             return f"{name} changes a tensor's shape in place"
         if node.op.startswith("call") and name in _SECRET_VIEWS:
             return f"{name} makes views that torch does not take for such"
-        if node.op.startswith("call") and name == "unfold" and node.meta["example_value"]._version:
+        if node.op.startswith("call") and name == "unfold" and _torch.is_mutated(node.meta["example_value"]):
             return "a view by unfold is written"  # what lies between its windows would become zero
     (output,) = gm.graph.find_nodes(op="output")
     inputs: dict[int, list[torch.Tensor]] = {}
@@ -315,7 +315,7 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             return "a result shares memory with a view that was taken without gradients"
         if len({t.requires_grad for t in (*views, *given)}) > 1:
             return "results share memory with one another or with an input, and only some have gradients"
-        if any(t._version for t in given) and not _is_counter(given, views, inputs):
+        if any(map(_torch.is_mutated, given)) and not _is_counter(given, views, inputs):
             return "a result shares memory with an input that is written"
         if any(t.is_complex() or t.is_neg() for t in given):
             return "a result shares memory with an input of complex numbers, or a part of them"
@@ -334,7 +334,7 @@ def _is_counter(given: list[torch.Tensor], views: list[torch.Tensor], inputs: Ma
     is written has gradients, AOTAutograd (2.11 and 2.13) returns it in the place of another result."""
     if len({id(t) for t in (*given, *views)}) > 1 or views[0].requires_grad:
         return False
-    return not any(t._version and t.requires_grad for tensors in inputs.values() for t in tensors)
+    return not any(_torch.is_mutated(t) and t.requires_grad for tensors in inputs.values() for t in tensors)
 
 
 def _viewed_without_gradients(gm: fx.GraphModule) -> set[int | None]:
@@ -356,7 +356,7 @@ def _is_made_of_windows(tensor: torch.Tensor) -> bool:
 
 def returns_or_writes(gm: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the graph does so with what shares memory with these."""
-    if any(tensor._version for tensor in tensors):
+    if any(map(_torch.is_mutated, tensors)):
         return True
     return bool({_torch.storage_id(tensor) for tensor in tensors} & set(Aliasing.of(gm).results))
 
@@ -468,7 +468,7 @@ def _without_bases(run: _torch.Boxed, places: Sequence[int]) -> _torch.Boxed:
     def call(args: list[Any]) -> Any:
         results = list(run(args))
         for i in places:
-            if results[i]._is_view():
+            if _torch.is_autograd_view(results[i]):
                 results[i] = results[i].data
         return results
 

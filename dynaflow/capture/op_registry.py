@@ -115,7 +115,7 @@ def _names(who: str, operators: Sequence[Any]) -> list[str]:
                 line=user_line(),
                 advice='pass an operator of torch.ops, or a glob such as "mine::*"',
             )
-        names.append(operator if isinstance(operator, str) else _torch.packet_of(operator)._qualified_op_name)
+        names.append(operator if isinstance(operator, str) else _torch.qualified_name(operator))
     return names
 
 
@@ -124,7 +124,7 @@ def by_rows_of(target: Any) -> ByRows | None:
     packet = _torch.packet_of(target)
     if not isinstance(packet, _torch.OpOverloadPacket):
         return None
-    found = [how for glob, how in _globs.items() if fnmatchcase(packet._qualified_op_name, glob)]
+    found = [how for glob, how in _globs.items() if fnmatchcase(_torch.qualified_name(packet), glob)]
     if not found:
         return None
     return ByRows(
@@ -139,7 +139,7 @@ def collective_of(target: Any) -> Collective | None:
     packet = _torch.packet_of(target)
     if not isinstance(packet, _torch.OpOverloadPacket):
         return None
-    return next((how for glob, how in _collectives.items() if fnmatchcase(packet._qualified_op_name, glob)), None)
+    return next((how for glob, how in _collectives.items() if fnmatchcase(_torch.qualified_name(packet), glob)), None)
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -154,7 +154,7 @@ def is_never_captured(node: fx.Node) -> bool:
 def _is_among(node: fx.Node, globs: Set[str]) -> bool:
     packet = _torch.packet_of(node.target)
     return isinstance(packet, _torch.OpOverloadPacket) and any(
-        fnmatchcase(packet._qualified_op_name, glob) for glob in globs
+        fnmatchcase(_torch.qualified_name(packet), glob) for glob in globs
     )
 
 
@@ -187,5 +187,5 @@ def followed(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """What an operator is called with, by name."""
     packet = _torch.packet_of(node.target)
-    schema = getattr(packet, packet.overloads()[0])._schema
+    schema = _torch.schema_of(getattr(packet, packet.overloads()[0]))
     return {a.name: given for a, given in zip(schema.arguments, node.args, strict=False)} | node.kwargs

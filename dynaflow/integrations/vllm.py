@@ -210,7 +210,7 @@ class Asked:
         if not named:  # vLLM may count the calls to tell the layer
             self.why_whole = f"{op} asks for a layer that is not known by name: {names['layer_name']!r}"
         states = {argument for argument, name in named.items() if isinstance(self.layers[name], AttentionLayerBase)}
-        self._states.setdefault(op._opname, set()).update(states)
+        self._states.setdefault(_torch.op_name(op), set()).update(states)
         self._named.update(named.values())
         return True
 

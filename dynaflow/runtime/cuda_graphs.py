@@ -246,7 +246,7 @@ class _Graph:
 
     def replay(self, args: Sequence[Any]) -> None:
         if self._moving:
-            torch._foreach_copy_(self._copies, [_once(args[i]) for i in self._moving])
+            _torch.foreach_copy(self._copies, [_once(args[i]) for i in self._moving])
         self._graph.replay()
 
     def results(self, args: Sequence[Any], copy: bool) -> Any:

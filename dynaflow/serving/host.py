@@ -333,7 +333,7 @@ def _dim(node: fx.Node, given: Any, rows: int) -> int | None:
 
 @functools.cache
 def _told(op: _torch.OpOverload, within: Within, opaque: type | None) -> Any:
-    name, schema = op._opname, str(op._schema).partition("(")[2]
+    name, schema = _torch.op_name(op), str(_torch.schema_of(op)).partition("(")[2]
     if opaque is not None and "PyObject" in schema:
         schema = schema.replace("PyObject", _torch.opaque_type_name(opaque))
     _library.define(f"{name}(Tensor rows, {schema}", tags=tuple(op.tags))

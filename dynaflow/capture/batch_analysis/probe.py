@@ -500,7 +500,7 @@ class _Observer(_torch.TorchDispatchMode):
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Makes the call and notes what it does."""
-        if getattr(func, "_opname", "") in _RESHAPES and not self._is_seen(args[0]):
+        if _torch.op_name(func) in _RESHAPES and not self._is_seen(args[0]):
             return self._reshape(func, args, kwargs)
         self.inside = True
         try:
@@ -511,7 +511,7 @@ class _Observer(_torch.TorchDispatchMode):
             return out
         outs = tensors_in(out)
         given = tensors_in((args, kwargs))
-        schema = getattr(func, "_schema", None)
+        schema = _torch.schema_of(func)
         if schema is None:
             self._touch(given, [] if higher_order_rules.is_known(func) else given)
             self._label(outs, lambda rows, place_of: higher_order_rules.follow(func, args, outs, rows, place_of))
@@ -535,7 +535,7 @@ class _Observer(_torch.TorchDispatchMode):
     def _reshape(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A call gives another shape to a tensor of its own (`quantile` does): its rows are where a view's would be."""
         with self:
-            view = getattr(torch.ops.aten, func._opname.removesuffix("_"))(*args, **kwargs)
+            view = getattr(torch.ops.aten, _torch.op_name(func).removesuffix("_"))(*args, **kwargs)
         out = func(*args, **kwargs)
         label(out, dims_of(view))
         return out
@@ -583,11 +583,11 @@ def _is_view_when_captured(node: fx.Node) -> bool:
 def _called(node: fx.Node) -> str:
     """The name of what a node calls, without an overload's."""
     target: Any = node.target
-    return target if isinstance(target, str) else getattr(target, "_opname", getattr(target, "__name__", ""))
+    return target if isinstance(target, str) else _torch.op_name(target) or getattr(target, "__name__", "")
 
 
 def _name(func: Any) -> str:
-    return func._schema.name.removeprefix("aten::")
+    return _torch.schema_of(func).name.removeprefix("aten::")
 
 
 def _out_variant(func: Any) -> OutVariant | None:
