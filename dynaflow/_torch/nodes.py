@@ -12,6 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from dynaflow._torch.versions import Boxed
+from dynaflow.core.fx_graphs import copy_graph
 
 
 def overload_of(node: fx.Node) -> Any:
@@ -82,8 +83,7 @@ def boxed_forward(gm: fx.GraphModule, direct: Mapping[OpOverload, Callable[..., 
             taken = f"    {', '.join(names)}, = box\n    box.clear()" if names else ""
             return f"def forward(self, box):\n{taken}"
 
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph = copy_graph(gm.graph)
     for node in graph.nodes:
         node.target = direct.get(node.target, node.target)
     graph.set_codegen(FromAList())

@@ -338,13 +338,6 @@ def _has_static_address(tensor: Any, owned: bool) -> bool:
     return stays and isinstance(tensor, torch.Tensor) and tensor.data_ptr() % ALIGNMENT == 0
 
 
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph for somebody who may change it."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
-
-
 def is_named(full: str, wanted: str) -> bool:
     return full == wanted or full.endswith("." + wanted) or fnmatch.fnmatchcase(full, wanted)
 

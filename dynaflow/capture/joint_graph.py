@@ -23,10 +23,11 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.annotations import marks_of
-from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, Phase, copied, input_name
+from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, Phase, input_name
 from dynaflow.capture.node_info import ORIGIN, module_stack, target_names
 from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.capture.optimizer_steps import StepInserter, base
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.memory_layout import overlaps_itself
 from dynaflow.errors import DynaFlowError
 
@@ -121,7 +122,7 @@ class JointGraph:
 
     def read(self, gm: fx.GraphModule, backward: bool) -> CapturedGraph:
         """One of the passes. The forward pass comes first."""
-        gm = copied(gm)
+        gm = copy_module(gm)
         for node in gm.graph.nodes:
             self._name_as_dynamo_does(node)
             if backward and node.op == "call_function" and not node.meta.get("nn_module_stack"):

@@ -11,6 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow.capture.batch_analysis.probe import concrete
 from dynaflow.capture.captured_graph import Shape
+from dynaflow.core.fx_graphs import canonical
 from dynaflow.cost.kernels import Kernel, Recorder
 from dynaflow.partition.op_graph import Op, OpGraph
 
@@ -123,19 +125,9 @@ def _text(graph: OpGraph, op: Op) -> str:
         return f"{found.dtype} {found.device.type} [{sizes}] [{strides}]"
 
     lines = [f"takes {size(s)}" for s in op.symbols] + [f"reads {shape(graph.values[v].shape)}" for v in op.reads]
-    number = {node: f"%{i}" for i, node in enumerate(op.module.graph.nodes)}
-    for node in op.module.graph.nodes:
-        if node.op != "placeholder":
-            args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Plain(number[n]))
-            lines.append(f"{node.op} {_target(op.module, node)} {args!r}")
+    nodes = canonical(op.module.graph, partial(_target, op.module))
+    lines += [f"{kind} {target} {args}" for kind, target, args in nodes if kind != "placeholder"]
     return "\n".join(lines)
-
-
-class _Plain(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _target(module: fx.GraphModule, node: fx.Node) -> str:

@@ -20,9 +20,8 @@ from dynaflow import _torch
 from dynaflow.capture.batch_analysis.input_aliasing import InputAliasing, written_inputs
 from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
-from dynaflow.capture.captured_graph import copied as copied_graph
 from dynaflow.capture.dynamic_dims import mark_arguments
-from dynaflow.capture.higher_order import inline
+from dynaflow.capture.higher_order import inline_subgraphs
 from dynaflow.capture.joint_graph import (
     JointGraph,
     TraceMismatch,
@@ -38,6 +37,7 @@ from dynaflow.capture.joint_graph import (
 from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.capture.serialize import has_example_args
 from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.stats import Stats
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
 from dynaflow.engine.planner import Facts, Planner, rules_of
@@ -148,7 +148,7 @@ class Engine:
             training = wants_gradients(gm)
             if not training and returns_gradients(gm):
                 return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
-            inline(gm, training=training)
+            inline_subgraphs(gm, training=training)
             keep_bags(gm)
             if training or opaque_features(gm) is not None:
                 if left_out and returns_or_writes(gm, left_out):  # AOTAutograd would not know what they are
@@ -201,7 +201,7 @@ class Engine:
 
         try:
             made = _torch.compile_passes(
-                copied_graph(gm), example_inputs, make, native=native, native_random=native and not training,
+                copy_module(gm), example_inputs, make, native=native, native_random=native and not training,
                 rewrite=self.rewrite, merge_calls=merge_calls,
             )  # fmt: skip
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
@@ -249,7 +249,7 @@ class Engine:
         windows = [o.one for o in found if o.one == o.other and given[o.one].requires_grad]
         if strange is not None or any(nodes[i] in returned for i in windows):
             return True
-        graph = CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims)
+        graph = CapturedGraph(copy_module(gm), self.parameters, self.batch_dims)
         try:
             return bool(InputAliasing(written_inputs(graph, probe(graph, ()))).find(given))
         except (Contradiction, Unschedulable):  # it runs plainly in any case
@@ -280,7 +280,7 @@ class Engine:
     ) -> Callable[..., Any]:
         """The passes; but for calls whose inputs share memory that the graph writes, the graph itself: plainly, if some
         of it can't be looked at."""
-        runner = self._run_by(CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims))
+        runner = self._run_by(CapturedGraph(copy_module(gm), self.parameters, self.batch_dims))
         sharing = InputAliasing(written)
 
         def run(*args: Any) -> Any:

@@ -17,9 +17,10 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow._torch import Boxed
 from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape, copied
+from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape
 from dynaflow.capture.op_registry import direct_calls, has_opaque_ops, is_never_captured, is_opaque
 from dynaflow.core import forks
+from dynaflow.core.fx_graphs import canonical, copy_module
 from dynaflow.errors import DynaFlowError
 from dynaflow.lower.first_call import Untried
 from dynaflow.lower.opaque_ops import Piece, in_turn, pieces_of
@@ -212,7 +213,7 @@ class Operators:
             return _torch.boxed_forward(_torch.with_own_draws(graph))
 
         def make(inputs: list[Any], world: _torch.Symbols) -> Untried:
-            module = copied(source.module)  # the compiler may change the graph that it is given
+            module = copy_module(source.module)  # the compiler may change the graph that it is given
             call = _torch.compile_operator(
                 module, inputs, world, static=source.still, direct=source.tensors, failed=backward
             )
@@ -388,26 +389,12 @@ def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:
 
 def nameless(module: fx.GraphModule) -> tuple[Any, ...]:
     """The graph without its names: equal for equal layers."""
-    number = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
 
-    def show(arg: Any) -> Any:
-        return fx.map_arg(arg, lambda n: _Name(number[n]))
-
-    lines: list[Any] = []
-    for node in module.graph.nodes:
-        target: Any = node.target
+    def target(node: fx.Node) -> Any:
         if node.op == "placeholder":
-            target = None
-        elif node.op == "get_attr":  # a constant: equal only to itself
-            target = id(attrgetter(str(node.target))(module))
-        elif not isinstance(target, str):
-            target = (id(target), str(target))
-        lines.append((node.op, target, repr(show(node.args)), repr(show(node.kwargs))))
-    return tuple(lines)
+            return None
+        if node.op == "get_attr":  # a constant: equal only to itself
+            return id(attrgetter(str(node.target))(module))
+        return node.target if isinstance(node.target, str) else (id(node.target), str(node.target))
 
-
-class _Name(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    return tuple(canonical(module.graph, target))

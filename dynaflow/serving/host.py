@@ -23,11 +23,12 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.captured_graph import copied, input_name
+from dynaflow.capture.captured_graph import input_name
 from dynaflow.capture.op_registry import arguments, by_rows, call_directly, opaque_ops
 from dynaflow.capture.serialize import dumps, loads, set_example_args
 from dynaflow.core import forks
 from dynaflow.core.disk_cache import only_mine
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.plan import Plan
 from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
@@ -109,7 +110,7 @@ class Kept(abc.ABC):
     def captured(cls, gm: fx.GraphModule, host: Any) -> Kept:
         _torch.serializable(cls)
         _torch.each_source_once()
-        kept = cls(copied(gm), host)  # Dynamo still looks at the graph that it handed out
+        kept = cls(copy_module(gm), host)  # Dynamo still looks at the graph that it handed out
         try:
             kept._written = dumps(gm)
         except Exception as e:  # pickles raise whatever they like; nothing is wrong but that it can't be kept

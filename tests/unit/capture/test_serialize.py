@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 
 import dynaflow as df
 from dynaflow import api
-from dynaflow.capture.captured_graph import CapturedGraph, copied
+from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.node_info import module_calls, module_stack, source_line
 from dynaflow.capture.serialize import SAVED_META, dumps, has_example_args, loads, set_example_args
+from dynaflow.core.fx_graphs import copy_module
 from tests.helpers import Each, Stack, randn
 
 
@@ -22,7 +23,7 @@ def captured(model: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, byt
     found: list[Any] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
-        found.append((copied(gm), dumps(gm)))
+        found.append((copy_module(gm), dumps(gm)))
         return lambda *taken: found.append(taken) or gm(*taken)
 
     torch._dynamo.reset()
@@ -53,7 +54,7 @@ def test_it_is_the_same_graph(stack: Stack) -> None:
     assert any(map(module_stack, new)) and any(map(source_line, new))
     first, second = CapturedGraph(gm), CapturedGraph(again)
     for one, other in zip(first.inputs, second.inputs, strict=True):
-        for fact in "name", "owned", "shape", "symbol", "still", "pinned":
+        for fact in "name", "owned", "shape", "symbol", "static_address", "pinned":
             assert getattr(one, fact) == getattr(other, fact), (one.name, fact)
     assert list(first.shapes.values()) == list(second.shapes.values())
     assert first.batch_symbols == second.batch_symbols and first.hints == second.hints
