@@ -22,8 +22,8 @@ from dynaflow.capture.torch_modules import TRACED
 from dynaflow.core import validate
 from dynaflow.core.device import device_for, device_named
 from dynaflow.core.module_proxy import (
-    Face,
-    ModuleFace,
+    ModuleProxy,
+    Proxy,
     function_of,
     is_async,
     modules_of,
@@ -130,7 +130,7 @@ def compile(
     return made
 
 
-class CompiledModel(Face):
+class CompiledModel(Proxy):
     """A model under a schedule. Called like the model; all other attributes are the model's own.
 
     Where the model is an nn.Module, so is this: `eval`, `to`, `load_state_dict` and all other methods act on the model,
@@ -342,7 +342,7 @@ class CompiledFunction(CompiledModel):
         return self if instance is None else types.MethodType(self, instance)
 
 
-class CompiledModule(CompiledModel, ModuleFace):
+class CompiledModule(CompiledModel, ModuleProxy):
     """An nn.Module under a schedule."""
 
     __slots__ = ()

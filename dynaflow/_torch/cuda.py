@@ -20,6 +20,11 @@ def set_stream(stream: Any) -> None:
     )
 
 
+def sleep(cycles: int) -> None:
+    """Occupies the current stream for so many clock cycles. Seen on 2.11."""
+    torch.cuda._sleep(cycles)
+
+
 def leave_pool(device: torch.device, pool: Any) -> None:
     """After a capture that failed: CUDAGraph.capture_end raises before it lets go of the memory pool."""
     with contextlib.suppress(RuntimeError):

@@ -119,15 +119,15 @@ def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> Callable[[], None
     return undo
 
 
-GIVEN = "dynaflow_given"
+GRAPH_INPUT = "dynaflow_given"
 """Where the `meta` of a placeholder that Dynamo did not make says what graph_input would."""
 
 
 def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
     """Of a placeholder that Dynamo made: its source as text, whether a module owns it, and the example, or None if that
     is gone: a backward pass may be compiled when it first runs."""
-    if GIVEN in placeholder.meta:
-        return placeholder.meta[GIVEN]
+    if GRAPH_INPUT in placeholder.meta:
+        return placeholder.meta[GRAPH_INPUT]
     arg = placeholder.meta.get("grapharg")
     if arg is None:  # one that somebody has added
         return placeholder.name, False, None

@@ -128,13 +128,13 @@ def compile_operator(
     inputs: Sequence[Any],
     symbols: Symbols,
     *,
-    still: frozenset[int],
+    static: frozenset[int],
     direct: bool,
     failed: Callable[[Exception, fx.GraphModule], Boxed],
 ) -> Boxed:
     """Inductor over a graph; the callable takes the graph's inputs in a list, which it empties, and returns a list.
 
-    `still`: inputs that stay where they are in memory, aligned as kernels like it: else each call looks at all.
+    `static`: inputs whose address never changes and is aligned: kernels skip the alignment check of those.
     `direct`: all results are tensors; then the compiled code is called without AOTAutograd's wrapper around it wherever
     that has nothing to do, which takes half as long.
     `failed`: gives what runs in place of the backward pass of a graph with gradients, if that can't be compiled, which
@@ -151,7 +151,7 @@ def compile_operator(
 
     def inner(graph: Any, given: Sequence[Any], **options: Any) -> Any:
         if len(given) == len(inputs):  # else some were left out, or put together
-            options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *still})
+            options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *static})
         shaped = TORCH >= (2, 13) or keep_sums_in_shape(graph)
         with torch._inductor.config.patch({} if shaped else {"triton.mix_order_reduction": False}):
             try:

@@ -12,6 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from dynaflow._torch.versions import Boxed
+from dynaflow.core.fx_graphs import copy_graph
 
 
 def overload_of(node: fx.Node) -> Any:
@@ -27,6 +28,29 @@ def overload_of(node: fx.Node) -> Any:
 def packet_of(target: Any) -> Any:
     """The operator that a call's target is an overload of; anything else as it is."""
     return target.overloadpacket if isinstance(target, OpOverload) else target
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an overload; None for a higher-order operator, or a function. Seen on 2.11 and 2.13."""
+    return getattr(target, "_schema", None)
+
+
+def op_name(target: Any) -> str:
+    """`mm` for `aten::mm.default`; empty for what is no overload. Seen on 2.11 and 2.13."""
+    return getattr(target, "_opname", "")
+
+
+def qualified_name(target: Any) -> str:
+    """`aten::mm` for an overload or its packet. Seen on 2.11 and 2.13."""
+    name: str = packet_of(target)._qualified_op_name
+    return name
+
+
+def is_torchs_own(function: Any) -> bool:
+    """Whether torch defines the function. An operator of another library lives in torch._ops as well. Seen on 2.11 and
+    2.13."""
+    module = getattr(function, "__module__", None) or "torch"
+    return module.split(".")[0] == "torch" and (not module.startswith("torch._ops.") or module == "torch._ops.aten")
 
 
 def is_view(schema: Any) -> bool:
@@ -59,8 +83,7 @@ def boxed_forward(gm: fx.GraphModule, direct: Mapping[OpOverload, Callable[..., 
             taken = f"    {', '.join(names)}, = box\n    box.clear()" if names else ""
             return f"def forward(self, box):\n{taken}"
 
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph = copy_graph(gm.graph)
     for node in graph.nodes:
         node.target = direct.get(node.target, node.target)
     graph.set_codegen(FromAList())

@@ -13,6 +13,7 @@ from dynaflow._torch.inductor import compile_operator, reason
 from dynaflow._torch.nodes import boxed_forward
 from dynaflow._torch.symbols import Symbols
 from dynaflow._torch.versions import Boxed
+from dynaflow.core.fx_graphs import copy_graph
 from dynaflow.errors import DynaFlowError
 
 
@@ -34,8 +35,7 @@ def with_own_draws(gm: fx.GraphModule) -> fx.GraphModule:
         return gm
     from torch._inductor import inductor_prims
 
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph = copy_graph(gm.graph)
     for prim, drawn in ((inductor_prims.random, _drawn_random), (inductor_prims.randint, _drawn_randint)):
         for node in graph.find_nodes(op="call_function", target=prim):
             node.target = drawn
@@ -67,7 +67,7 @@ def _draw(
         example = torch.empty((), dtype=dtype, device=device)
     try:
         return compile_operator(
-            fx.GraphModule({}, graph), [example], world, still=frozenset(), direct=True,
+            fx.GraphModule({}, graph), [example], world, static=frozenset(), direct=True,
             failed=lambda e, graph: boxed_forward(graph),
         )  # fmt: skip
     except Exception as e:

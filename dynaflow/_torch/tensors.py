@@ -31,6 +31,31 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_mutated(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or one that shares its version counter, was written since it was made. Seen on 2.11 and
+    2.13."""
+    return bool(tensor._version)
+
+
+def is_autograd_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd tracks the tensor as a view of another. Seen on 2.11 and 2.13."""
+    return tensor._is_view()
+
+
+def mark_static(tensor: torch.Tensor) -> None:
+    """Has Dynamo take the tensor's address for fixed. Seen on 2.11 and 2.13."""
+    torch._dynamo.mark_static_address(tensor)
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The parameters that the module itself owns, by attribute name. Seen on 2.11 and 2.13."""
+    return module._parameters
+
+
+foreach_copy, foreach_zero = torch._foreach_copy_, torch._foreach_zero_
+"""One launch for a list of tensors. Aliases, as a function would cost a call on the hot path. Seen on 2.11 and 2.13."""
+
+
 def view_at(like: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
     """A tensor that is to a storage what `like` is to its own, `offset` elements from its start."""
     made = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, offset, like.size(), like.stride())

@@ -31,12 +31,10 @@ def name_of(node: fx.Node) -> str | None:
 
 
 def _called(target: Any) -> str | None:
-    if isinstance(target, _torch.OpOverload):
-        return target._opname if target.namespace in NAMESPACES else None
-    if isinstance(target, _torch.OpOverloadPacket):
-        namespace, name = target._qualified_op_name.split("::")
-        return name if namespace in NAMESPACES else None
-    return None
+    if not isinstance(target, (_torch.OpOverload, _torch.OpOverloadPacket)):
+        return None
+    namespace, name = _torch.qualified_name(target).split("::")
+    return name if namespace in NAMESPACES else None
 
 
 def group_of(node: fx.Node) -> str | None:

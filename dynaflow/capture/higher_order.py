@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
+from dynaflow.core.fx_graphs import copy_nodes, results_of
 
 
-def inline(gm: fx.GraphModule, *, training: bool) -> None:
+def inline_subgraphs(gm: fx.GraphModule, *, training: bool) -> None:
     """Puts the graphs of calls that do nothing else in their places. In training, what is checkpointed stays so."""
     wrappers = {**_torch.SUBGRAPHS, **({} if training else _torch.CHECKPOINTS)}
     waiting = list(gm.graph.nodes)
@@ -35,14 +36,12 @@ def _inline(gm: fx.GraphModule, node: fx.Node, operands: Sequence[Any]) -> list[
     env: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     with gm.graph.inserting_before(node):
         for inner in body.graph.nodes:
-            if inner.op == "output":
-                results = fx.map_arg(inner.args[0], lambda n: env[n])
-            elif inner.op == "get_attr":
+            if inner.op == "get_attr":
                 name = str(inner.target)
                 env[inner] = gm.graph.get_attr(_adopt(gm, name, operator.attrgetter(name)(body)))
                 env[inner].meta = inner.meta
-            elif inner not in env:
-                env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
+        copy_nodes((n for n in body.graph.nodes if n not in env and n.op != "output"), gm.graph, env)
+    results = fx.map_arg(results_of(body.graph), env.__getitem__)
     for user in list(node.users):
         user.replace_all_uses_with(results[user.args[1]])
         gm.graph.erase_node(user)
@@ -61,10 +60,8 @@ def _adopt(gm: fx.GraphModule, name: str, value: Any) -> str:
 
 def _without(body: fx.GraphModule, places: Collection[fx.Node]) -> fx.GraphModule:
     """The same function without arguments that it does not use."""
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in body.graph.nodes:
-        if node not in places:
-            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph = fx.Graph()
+    copy_nodes((node for node in body.graph.nodes if node not in places), graph, {})
     return fx.GraphModule(body, graph)
 
 

@@ -1,4 +1,4 @@
-"""Numbers that a graph makes of numbers alone, such as a counter that the model keeps in Python.
+"""HostScalars that a graph makes of numbers alone, such as a counter that the model keeps in Python.
 
 They are no work for a plan. Taken out of the graph, they are made beside it in each call; and what nothing else uses is
 no part of a situation, so that counting on does not ask for another plan.
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from dynaflow.core.fx_graphs import copy_nodes
 
-class Numbers:
+
+class HostScalars:
     """Those among a graph's results. The graph is changed: it has them no more."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -32,14 +34,10 @@ class Numbers:
 
     def _taken_out(self, gm: fx.GraphModule, results: Sequence[fx.Node]) -> fx.GraphModule:
         """A function of the graph's arguments that makes the numbers."""
-        graph, copies = fx.Graph(), {}
         needed = set().union(*self._made_of.values())
-        for node in gm.graph.nodes:
-            if node.op == "placeholder":
-                copies[node] = graph.placeholder(node.name)
-            elif node in needed:
-                copies[node] = graph.node_copy(node, lambda n: copies[n])
-        graph.output(tuple(copies[r] for r in results))
+        graph = fx.Graph()
+        env = copy_nodes((n for n in gm.graph.nodes if n.op == "placeholder" or n in needed), graph, {})
+        graph.output(tuple(env[r] for r in results))
         return fx.GraphModule(gm, graph)
 
     def made(self, args: Sequence[Any]) -> Sequence[Any]:

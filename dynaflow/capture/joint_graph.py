@@ -23,10 +23,11 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.annotations import marks_of
-from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, Phase, copied, input_name
+from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, Phase, input_name
 from dynaflow.capture.node_info import ORIGIN, module_stack, target_names
-from dynaflow.capture.optimizer_ops import Updates
-from dynaflow.capture.optimizer_steps import Updating, base
+from dynaflow.capture.optimizer_ops import OptimizerInBackward
+from dynaflow.capture.optimizer_steps import StepInserter, base
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.memory_layout import overlaps_itself
 from dynaflow.errors import DynaFlowError
 
@@ -51,7 +52,7 @@ def declares_regions(gm: fx.GraphModule, rules: Sequence[Any]) -> bool:
     return marked or any(getattr(rule, "splittable", None) for rule in rules)
 
 
-def strange_parts(gm: fx.GraphModule) -> str | None:
+def opaque_features(gm: fx.GraphModule) -> str | None:
     """What keeps a graph from being looked at node by node until AOTAutograd has taken it apart, if anything does."""
     if _torch.has_transforms(gm):
         return "transforms of torch.func"
@@ -67,11 +68,11 @@ def _is_nested(node: fx.Node) -> bool:
     return isinstance(example, torch.Tensor) and example.is_nested
 
 
-class Mistraced(Exception):
+class TraceMismatch(Exception):
     """AOTAutograd has made something else of the graph."""
 
 
-class Passes:
+class JointGraph:
     """The two passes of one captured model."""
 
     def __init__(
@@ -81,7 +82,7 @@ class Passes:
         declared: BatchDims | None,
         offload_saved: int | None,
         offload_most: int | None,
-        updates: Updates | None,
+        updates: OptimizerInBackward | None,
         *,
         training: bool,
         merged_calls: bool,
@@ -93,7 +94,7 @@ class Passes:
         self._inputs = [fx.Graph().node_copy(node) for node in gm.graph.find_nodes(op="placeholder")]
         """Of the graph that Dynamo made, which goes."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
-        self._memory = Memory.of(gm)
+        self._memory = Aliasing.of(gm)
         self._first, self._bases = 0, dict[int, int]()
         """Which result of the forward pass is the first of the graph's; and which is there for which to be made of."""
         self._forward: CapturedGraph | None = None
@@ -107,7 +108,7 @@ class Passes:
         """Of which results the backward pass gets the gradients."""
         self._made_of: list[frozenset[int]] = []
         """For each gradient that it makes: of which results' gradients."""
-        self._updating: Updating | None = None
+        self._updating: StepInserter | None = None
         if updates is not None and training:
             real = [_torch.graph_input(node)[2] for node in self._inputs]
             if any(_torch.wrapped_tensors(tensor) not in (None, 1) for tensor in real):
@@ -117,11 +118,11 @@ class Passes:
                 )
             # AOTAutograd gives them these names, in both passes.
             named = {f"primals_{i}": tensor for i, tensor in enumerate(real, 1)}
-            self._updating = Updating(updates, named, self._partial)
+            self._updating = StepInserter(updates, named, self._partial)
 
     def read(self, gm: fx.GraphModule, backward: bool) -> CapturedGraph:
         """One of the passes. The forward pass comes first."""
-        gm = copied(gm)
+        gm = copy_module(gm)
         for node in gm.graph.nodes:
             self._name_as_dynamo_does(node)
             if backward and node.op == "call_function" and not node.meta.get("nn_module_stack"):
@@ -150,7 +151,7 @@ class Passes:
             forward=self._forward if backward else None, merged_calls=self._merged_calls,
         )  # fmt: skip
         for given in graph.inputs:
-            given.node.meta.pop(_torch.GIVEN, None)  # it would keep the tensor
+            given.node.meta.pop(_torch.GRAPH_INPUT, None)  # it would keep the tensor
         if not backward:
             self._forward = graph
         return graph
@@ -213,7 +214,7 @@ class Passes:
             if _is_written(made_of):
                 # AOTAutograd (seen on 2.13) saves what the forward pass has written by then.
                 name = input_name(_torch.graph_input(made_of)[0], self._parameters)
-                raise Mistraced(f"the backward pass needs the input {name!r} as it is before the model writes to it")
+                raise TraceMismatch(f"the backward pass needs the input {name!r} as it was before the model writes it")
 
     def _store(self, gm: fx.GraphModule, at_least: int) -> None:
         """What the backward pass gets, and the caller does not, goes to the host: if it is that many bytes."""
@@ -260,7 +261,7 @@ class Passes:
         if node.op == "placeholder" and (given := _torch.traced_input(node)) is not None:
             index, attributes = given
             if attributes:
-                meta[_torch.GIVEN] = self._inside(self._inputs[index], attributes)
+                meta[_torch.GRAPH_INPUT] = self._inside(self._inputs[index], attributes)
             elif "grapharg" in self._inputs[index].meta:
                 meta["grapharg"] = self._inputs[index].meta["grapharg"]
 
@@ -272,7 +273,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Aliasing:
     """Which tensors of a graph share memory in eager torch: equal numbers do. None for what is no tensor."""
 
     given: frozenset[int | None]
@@ -281,11 +282,11 @@ class Memory:
     """Whether results have some. None for what can't."""
 
     @staticmethod
-    def of(gm: fx.GraphModule) -> Memory:
+    def of(gm: fx.GraphModule) -> Aliasing:
         (output,) = gm.graph.find_nodes(op="output")
         given = frozenset(map(_memory, gm.graph.find_nodes(op="placeholder")))
         results = output.args[0]
-        return Memory(given=given, results=tuple(map(_memory, results)), gradients=tuple(map(_has_gradient, results)))
+        return Aliasing(given=given, results=tuple(map(_memory, results)), gradients=tuple(map(_has_gradient, results)))
 
 
 def untraceable_views(gm: fx.GraphModule) -> str | None:
@@ -297,7 +298,7 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             return f"{name} changes a tensor's shape in place"
         if node.op.startswith("call") and name in _SECRET_VIEWS:
             return f"{name} makes views that torch does not take for such"
-        if node.op.startswith("call") and name == "unfold" and node.meta["example_value"]._version:
+        if node.op.startswith("call") and name == "unfold" and _torch.is_mutated(node.meta["example_value"]):
             return "a view by unfold is written"  # what lies between its windows would become zero
     (output,) = gm.graph.find_nodes(op="output")
     inputs: dict[int, list[torch.Tensor]] = {}
@@ -315,7 +316,7 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             return "a result shares memory with a view that was taken without gradients"
         if len({t.requires_grad for t in (*views, *given)}) > 1:
             return "results share memory with one another or with an input, and only some have gradients"
-        if any(t._version for t in given) and not _is_counter(given, views, inputs):
+        if any(map(_torch.is_mutated, given)) and not _is_counter(given, views, inputs):
             return "a result shares memory with an input that is written"
         if any(t.is_complex() or t.is_neg() for t in given):
             return "a result shares memory with an input of complex numbers, or a part of them"
@@ -334,7 +335,7 @@ def _is_counter(given: list[torch.Tensor], views: list[torch.Tensor], inputs: Ma
     is written has gradients, AOTAutograd (2.11 and 2.13) returns it in the place of another result."""
     if len({id(t) for t in (*given, *views)}) > 1 or views[0].requires_grad:
         return False
-    return not any(t._version and t.requires_grad for tensors in inputs.values() for t in tensors)
+    return not any(_torch.is_mutated(t) and t.requires_grad for tensors in inputs.values() for t in tensors)
 
 
 def _viewed_without_gradients(gm: fx.GraphModule) -> set[int | None]:
@@ -356,14 +357,14 @@ def _is_made_of_windows(tensor: torch.Tensor) -> bool:
 
 def returns_or_writes(gm: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the graph does so with what shares memory with these."""
-    if any(tensor._version for tensor in tensors):
+    if any(map(_torch.is_mutated, tensors)):
         return True
-    return bool({_torch.storage_id(tensor) for tensor in tensors} & set(Memory.of(gm).results))
+    return bool({_torch.storage_id(tensor) for tensor in tensors} & set(Aliasing.of(gm).results))
 
 
 def views_returned(gm: fx.GraphModule) -> set[fx.Node]:
     """The inputs that share memory with a result."""
-    returned = set(Memory.of(gm).results) - {None}
+    returned = set(Aliasing.of(gm).results) - {None}
     return {node for node in gm.graph.find_nodes(op="placeholder") if _memory(node) in returned}
 
 
@@ -384,7 +385,7 @@ def _memory(node: Any) -> int | None:
         return None
 
 
-def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
+def _check_together(gm: fx.GraphModule, eager: Aliasing) -> None:
     """Results that share memory in eager torch must do so here. AOTAutograd (seen on 2.13) copies what is a view by
     nothing but its memory, as the parts of `unsafe_split` are."""
     (output,) = gm.graph.find_nodes(op="output")
@@ -396,7 +397,7 @@ def _check_together(gm: fx.GraphModule, eager: Memory) -> None:
         shares_input = own in eager.given and base(node).op != "placeholder"
         if shares_input or made_of.setdefault(own, _made_of(node)) != _made_of(node):
             other = "an input" if shares_input else "another"
-            raise Mistraced(f"result {i - first} shares memory with {other}, but is no view of it to torch")
+            raise TraceMismatch(f"result {i - first} shares memory with {other}, but is no view of it to torch")
 
 
 def _results_of_inputs(gm: fx.GraphModule) -> list[set[int]]:
@@ -468,7 +469,7 @@ def _without_bases(run: _torch.Boxed, places: Sequence[int]) -> _torch.Boxed:
     def call(args: list[Any]) -> Any:
         results = list(run(args))
         for i in places:
-            if results[i]._is_view():
+            if _torch.is_autograd_view(results[i]):
                 results[i] = results[i].data
         return results
 
@@ -481,7 +482,7 @@ def _made_of(node: fx.Node) -> Any:
     return (found.args[0], found.args[1]) if found.target is operator.getitem else found
 
 
-def _keep_apart(gm: fx.GraphModule, eager: Memory) -> None:
+def _keep_apart(gm: fx.GraphModule, eager: Aliasing) -> None:
     """Copies results that share memory with others, or with an input, only since a copy was left out: Inductor's front
     end (seen on 2.11 and 2.13) returns `x` for `x + 0`, and does not look for copies of what became a view by another
     one's going, nor AOTAutograd for what becomes the same by `copy_`.

@@ -28,7 +28,7 @@ def names_of(target: Any) -> list[str]:
     if isinstance(target, str):
         return [target]
     if isinstance(target, (_torch.OpOverload, _torch.OpOverloadPacket)):
-        namespace, name = _torch.packet_of(target)._qualified_op_name.split("::")
+        namespace, name = _torch.qualified_name(target).split("::")
         exact = [str(target)] if isinstance(target, _torch.OpOverload) else []
         general = [f"collective::{name}"] if is_collective(target) else []
         return [name, *exact, f"{namespace}.{name}", f"{namespace}::{name}", *general]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dynaflow import _torch
 from dynaflow.core import validate
 from dynaflow.errors import DynaFlowError, nearest, shortened, shown, user_line
 
@@ -131,7 +132,7 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module, s
     """For each parameter: the paths by which it is reached, with the module that holds it and its name there."""
     found: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
+        for name, parameter in _torch.own_parameters(module).items():
             if parameter is not None:
                 found.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module, name))
     return found
@@ -172,7 +173,7 @@ def _put(tensor: Tensor, data: Tensor) -> None:
 def _fetched_already(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         for name in getattr(type(module), _FETCHED, ()):
-            yield module._parameters[name]  # type: ignore[misc]
+            yield _torch.own_parameters(module)[name]  # type: ignore[misc]
 
 
 def _plain(module: nn.Module) -> type[nn.Module]:
@@ -190,7 +191,7 @@ def _fetching(kind: type[nn.Module], names: frozenset[str], device: torch.device
 
 def _fetched(name: str, device: torch.device) -> property:
     def get(module: nn.Module) -> Tensor | None:
-        host = module._parameters[name]
+        host = _torch.own_parameters(module)[name]
         return None if host is None else torch.ops.dynaflow.fetch.default(host, device)
 
     return property(get)

@@ -34,7 +34,7 @@ class ByRows:
 
 _globs: dict[str, ByRows] = {}
 _collectives: dict[str, Collective] = {}
-_left_alone: set[str] = set()
+_opaque: set[str] = set()
 _capturable: set[str] = set()
 direct_calls: dict[_torch.OpOverload, Callable[..., Any]] = {}
 """See `call_directly`."""
@@ -88,15 +88,15 @@ def collective(*operators: Any, group: str, dim: str | int | None = None, named:
         _collectives[name] = Collective(group=group, dim=dim, named=named)
 
 
-def left_alone(*operators: Any, capturable: bool = False) -> None:
+def opaque_ops(*operators: Any, capturable: bool = False) -> None:
     """Declares that custom operators are called as they are, between pieces of compiled code.
 
     Each is an operator (`torch.ops.mine.read_cache`) or a glob on names ("mine::*").
     capturable: they may be captured in a CUDA graph with the code around them, since what they look at outside of it is
         the same in all calls of a size.
     """
-    names = _names("left_alone", operators)
-    _left_alone.update(names)
+    names = _names("opaque_ops", operators)
+    _opaque.update(names)
     if capturable:
         _capturable.update(names)
 
@@ -115,7 +115,7 @@ def _names(who: str, operators: Sequence[Any]) -> list[str]:
                 line=user_line(),
                 advice='pass an operator of torch.ops, or a glob such as "mine::*"',
             )
-        names.append(operator if isinstance(operator, str) else _torch.packet_of(operator)._qualified_op_name)
+        names.append(operator if isinstance(operator, str) else _torch.qualified_name(operator))
     return names
 
 
@@ -124,7 +124,7 @@ def by_rows_of(target: Any) -> ByRows | None:
     packet = _torch.packet_of(target)
     if not isinstance(packet, _torch.OpOverloadPacket):
         return None
-    found = [how for glob, how in _globs.items() if fnmatchcase(packet._qualified_op_name, glob)]
+    found = [how for glob, how in _globs.items() if fnmatchcase(_torch.qualified_name(packet), glob)]
     if not found:
         return None
     return ByRows(
@@ -139,27 +139,27 @@ def collective_of(target: Any) -> Collective | None:
     packet = _torch.packet_of(target)
     if not isinstance(packet, _torch.OpOverloadPacket):
         return None
-    return next((how for glob, how in _collectives.items() if fnmatchcase(packet._qualified_op_name, glob)), None)
+    return next((how for glob, how in _collectives.items() if fnmatchcase(_torch.qualified_name(packet), glob)), None)
 
 
-def is_left_alone(node: fx.Node) -> bool:
-    return _is_among(node, _left_alone)
+def is_opaque(node: fx.Node) -> bool:
+    return _is_among(node, _opaque)
 
 
 def is_never_captured(node: fx.Node) -> bool:
     """It is left alone, and may not be in a CUDA graph with the code around it."""
-    return is_left_alone(node) and not _is_among(node, _capturable)
+    return is_opaque(node) and not _is_among(node, _capturable)
 
 
 def _is_among(node: fx.Node, globs: Set[str]) -> bool:
     packet = _torch.packet_of(node.target)
     return isinstance(packet, _torch.OpOverloadPacket) and any(
-        fnmatchcase(packet._qualified_op_name, glob) for glob in globs
+        fnmatchcase(_torch.qualified_name(packet), glob) for glob in globs
     )
 
 
-def leaves_some_alone(gm: fx.GraphModule) -> bool:
-    return any(is_left_alone(node) for node in gm.graph.nodes)
+def has_opaque_ops(gm: fx.GraphModule) -> bool:
+    return any(is_opaque(node) for node in gm.graph.nodes)
 
 
 def followed(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -187,5 +187,5 @@ def followed(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """What an operator is called with, by name."""
     packet = _torch.packet_of(node.target)
-    schema = getattr(packet, packet.overloads()[0])._schema
+    schema = _torch.schema_of(getattr(packet, packet.overloads()[0]))
     return {a.name: given for a, given in zip(schema.arguments, node.args, strict=False)} | node.kwargs

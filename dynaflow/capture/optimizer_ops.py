@@ -26,13 +26,13 @@ KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Whose step treats every parameter by itself, as we have seen."""
 
 
-class Updates:
+class OptimizerInBackward:
     """An optimizer that makes its steps during the backward pass."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         _check(optimizer)
         self.optimizer = optimizer
-        self._made: list[Update] = []
+        self._made: list[ParameterStep] = []
         mine = weakref.ref(self)
 
         def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Updates:
 
     def new(self, parameters: Sequence[nn.Parameter]) -> int:
         """The step for some of the parameters, as a number that `torch.ops.dynaflow.update` takes."""
-        self._made.append(Update(self.optimizer, parameters))
+        self._made.append(ParameterStep(self.optimizer, parameters))
         return register_step(self._made[-1])
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -97,7 +97,7 @@ class Updates:
             )
 
 
-class Update:
+class ParameterStep:
     """The step for some parameters of an optimizer, with its state and its settings of the moment."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -16,14 +16,14 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.node_info import module_stack
-from dynaflow.capture.optimizer_ops import Updates
+from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.errors import DynaFlowError
 
 
-class Updating:
+class StepInserter:
     """The parameters of one captured model that its backward pass updates."""
 
-    def __init__(self, updates: Updates, inputs: dict[str, Any], partial: bool) -> None:
+    def __init__(self, updates: OptimizerInBackward, inputs: dict[str, Any], partial: bool) -> None:
         """`inputs`: what the model got when it was captured, by the names that AOTAutograd gives."""
         if partial:
             raise DynaFlowError(

@@ -17,12 +17,12 @@ from dynaflow.capture.captured_graph import Shape
 
 _HEADER = b"dynaflow graph 1\n"
 """The number goes up with each change of what follows."""
-TOLD = ("nn_module_stack", "stack_trace", "custom")
+SAVED_META = ("nn_module_stack", "stack_trace", "custom")
 """What nodes may tell, beside an example of their results."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _NodeRef:
     """A node among the arguments of another."""
 
     number: int
@@ -36,21 +36,22 @@ class _Node(NamedTuple):
     kwargs: Any
     type: Any
     example: Any
-    told: dict[str, Any]
+    meta: dict[str, Any]
     given: tuple[str, bool] | None
     """Of an input: where it comes from, as text, and whether a module owns it."""
 
 
-def written(gm: fx.GraphModule) -> bytes:
+def dumps(gm: fx.GraphModule) -> bytes:
     """Raises whatever goes wrong where the graph has something that can't be written down."""
-    places: dict[fx.Node, Any] = {node: _Place(i) for i, node in enumerate(gm.graph.nodes)}
+    places: dict[fx.Node, Any] = {node: _NodeRef(i) for i, node in enumerate(gm.graph.nodes)}
     same: dict[Any, Any] = {}  # layers are alike: what is equal is written once
     nodes = []
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise ValueError(f"the graph has a module or a constant of its own: {node.format_node()}")
         example = node.meta.get("example_value")
-        told = {name: same.setdefault((name, str(fact)), fact) for name, fact in node.meta.items() if name in TOLD}
+        saved = ((name, value) for name, value in node.meta.items() if name in SAVED_META)
+        meta = {name: same.setdefault((name, str(value)), value) for name, value in saved}
         nodes.append(
             _Node(
                 op=node.op,
@@ -60,42 +61,42 @@ def written(gm: fx.GraphModule) -> bytes:
                 kwargs=fx.map_arg(node.kwargs, places.__getitem__),
                 type=node.type,
                 example=same.setdefault(_looks(example), example),
-                told=told,
+                meta=meta,
                 given=_torch.graph_input(node)[:2] if node.op == "placeholder" else None,
             )
         )
     return _HEADER + _torch.pickled(nodes)
 
 
-def read(data: bytes) -> fx.GraphModule:
-    """The graph again; `given` has to say with which arguments."""
+def loads(data: bytes) -> fx.GraphModule:
+    """The graph again; `set_example_args` has to say with which arguments."""
     if not data.startswith(_HEADER):
         raise ValueError("the graph was written by another version of dynaflow")
     graph = fx.Graph()
     made: list[fx.Node] = []
-    node_at = lambda arg: made[arg.number] if isinstance(arg, _Place) else arg  # noqa: E731
+    node_at = lambda arg: made[arg.number] if isinstance(arg, _NodeRef) else arg  # noqa: E731
     for n in _torch.unpickled(data[len(_HEADER) :]):
         args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), node_at)
         node = graph.create_node(n.op, n.target, args, kwargs, n.name, n.type)
-        node.meta = {"example_value": n.example, **n.told}
+        node.meta = {"example_value": n.example, **n.meta}
         if n.given is not None:
-            node.meta[_torch.GIVEN] = (*n.given, None)
+            node.meta[_torch.GRAPH_INPUT] = (*n.given, None)
         made.append(node)
     return fx.GraphModule({}, graph)
 
 
-def given(gm: fx.GraphModule, args: Sequence[Any]) -> None:
+def set_example_args(gm: fx.GraphModule, args: Sequence[Any]) -> None:
     """From now on the graph is one that was captured with these arguments."""
     for node, arg in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
-        node.meta[_torch.GIVEN] = (*_torch.graph_input(node)[:2], arg)
+        node.meta[_torch.GRAPH_INPUT] = (*_torch.graph_input(node)[:2], arg)
 
 
-def is_given(gm: fx.GraphModule) -> bool:
-    return any(_torch.GIVEN in node.meta for node in gm.graph.find_nodes(op="placeholder"))
+def has_example_args(gm: fx.GraphModule) -> bool:
+    return any(_torch.GRAPH_INPUT in node.meta for node in gm.graph.find_nodes(op="placeholder"))
 
 
 def _looks(example: Any) -> Any:
-    """Equal for what need not be told apart."""
+    """Equal for what need not be meta apart."""
     if type(example) in (tuple, list):
         return type(example), tuple(map(_looks, example))
     if _torch.is_fake(example):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Bounded(dict[Any, Any]):
+class BoundedDict(dict[Any, Any]):
     """Forgets its oldest entry for a new one when it has `most`; `forgotten` is called then."""
 
     def __init__(self, most: int, forgotten: Callable[[], None] | None = None) -> None:

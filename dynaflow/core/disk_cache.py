@@ -29,7 +29,7 @@ STALE_SECONDS = 3600
 _failures = itertools.count()  # counting with next() needs no lock
 
 
-class Store:
+class DiskCache:
     """Texts by key, in one folder per kind. Processes and threads may share it."""
 
     def __init__(self, kind: str, root: Path | None = None) -> None:

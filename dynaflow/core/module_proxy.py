@@ -1,6 +1,6 @@
-"""What stands for a model: its attributes are the model's, and where the model is an nn.Module, so is the face.
+"""What stands for a model: its attributes are the model's, and where the model is an nn.Module, so is the proxy.
 
-A face has no state beside its slots, whose names start with `_df_`. Everything else is read, set and deleted on the
+A proxy has no state beside its slots, whose names start with `_df_`. Everything else is read, set and deleted on the
 model: parameters exist once, `state_dict()` has the model's own keys, and each side sees what the other changes.
 """
 
@@ -21,7 +21,7 @@ REACH = 4
 """How far modules are looked for in what a function refers to."""
 
 
-class Face:
+class Proxy:
     """Stands for a callable."""
 
     __slots__ = ("__dict__", "__weakref__", "_df_model")
@@ -36,7 +36,7 @@ class Face:
         if name.startswith("_df_"):
             raise AttributeError(name)  # not set yet
         model = self._df_model
-        while isinstance(model, Face):
+        while isinstance(model, Proxy):
             model = model._df_model
         if name == "__signature__":
             return _signature(model)
@@ -63,12 +63,12 @@ class Face:
             delattr(self._df_model, name)
 
     def _df_has(self, name: str) -> bool:
-        """Whether an attribute that is to be changed is the face's own, and not the model's."""
+        """Whether an attribute that is to be changed is the proxy's own, and not the model's."""
         owner = next((kind for kind in type(self).__mro__ if name in vars(kind)), object)
         own = vars(owner).get(name)
         if name.startswith("_df_") or (isinstance(own, property) and own.fset is not None):
             return True
-        if name.startswith("_") or not issubclass(owner, Face) or issubclass(owner, nn.Module):
+        if name.startswith("_") or not issubclass(owner, Proxy) or issubclass(owner, nn.Module):
             return False
         raise DynaFlowError(
             f"{name!r} belongs to the compiled model and can't be changed",
@@ -77,12 +77,12 @@ class Face:
         )
 
     def __dir__(self) -> list[str]:
-        own = (name for kind in type(self).__mro__ if issubclass(kind, Face) for name in vars(kind))
+        own = (name for kind in type(self).__mro__ if issubclass(kind, Proxy) for name in vars(kind))
         return sorted({*dir(self._df_model), *(name for name in own if not name.startswith("_"))})
 
 
-class ModuleFace(Face, nn.Module):
-    """Stands for an nn.Module, of which it has all methods. Those that return the model return the face."""
+class ModuleProxy(Proxy, nn.Module):
+    """Stands for an nn.Module, of which it has all methods. Those that return the model return the proxy."""
 
     __slots__ = ()
 
@@ -97,42 +97,42 @@ class ModuleFace(Face, nn.Module):
 
 
 def _chained(method: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
-    """A method of a face that calls the model's. `name`: looked up at each call."""
+    """A method of a proxy that calls the model's. `name`: looked up at each call."""
 
     @functools.wraps(getattr(method, "__func__", method))
-    def call(face: Face, *args: Any, **kwargs: Any) -> Any:
-        model = face._df_model
+    def call(proxy: Proxy, *args: Any, **kwargs: Any) -> Any:
+        model = proxy._df_model
         result = getattr(model, name)(*args, **kwargs) if name else method(*args, **kwargs)
-        return face if result is model else result
+        return proxy if result is model else result
 
     return call
 
 
 for _name, _own in vars(nn.Module).items():
     if not _name.startswith("__"):
-        _there = property(lambda face, name=_name: getattr(face._df_model, name))  # type: ignore[misc]
-        setattr(ModuleFace, _name, _chained(_own, _name) if isinstance(_own, types.FunctionType) else _there)
+        _there = property(lambda proxy, name=_name: getattr(proxy._df_model, name))  # type: ignore[misc]
+        setattr(ModuleProxy, _name, _chained(_own, _name) if isinstance(_own, types.FunctionType) else _there)
 
 
 def special_methods(model: nn.Module) -> tuple[str, ...]:
     """Those that the model's class has and not every module: Python looks for them on the class alone."""
     own = type(model)
-    names = [name for name in dir(own) if name.startswith("__") and not hasattr(ModuleFace, name)]
+    names = [name for name in dir(own) if name.startswith("__") and not hasattr(ModuleProxy, name)]
     return tuple(name for name in names if isinstance(getattr(own, name), types.FunctionType))
 
 
 @functools.cache
 def with_methods(kind: Any, names: tuple[str, ...]) -> Any:
-    """The class of a face whose model has these special methods: `fast[0]`, `len(fast)`."""
+    """The class of a proxy whose model has these special methods: `fast[0]`, `len(fast)`."""
     methods = {name: _special(name) for name in names}
     return type(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **methods}) if names else kind
 
 
 def _special(name: str) -> Callable[..., Any]:
-    def call(face: Face, *args: Any, **kwargs: Any) -> Any:
-        model = face._df_model
+    def call(proxy: Proxy, *args: Any, **kwargs: Any) -> Any:
+        model = proxy._df_model
         result = getattr(type(model), name)(model, *args, **kwargs)
-        return face if result is model else result
+        return proxy if result is model else result
 
     call.__name__ = name
     return call
@@ -177,7 +177,7 @@ def _referred(value: Any) -> Iterator[Any]:
         yield from (value.__self__, value.__func__)
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, Face) and not isinstance(value, nn.Module):
+    elif isinstance(value, Proxy) and not isinstance(value, nn.Module):
         yield value._df_model
     elif not isinstance(value, (type, types.ModuleType, nn.Module)):
         yield from getattr(value, "__dict__", {}).values()

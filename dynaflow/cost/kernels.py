@@ -82,7 +82,7 @@ def describe(operator: Any, how: Describe) -> None:
     Without it, such an operator is taken for one kernel that reads what it is given and writes what it returns.
     """
     overload = operator if isinstance(operator, _torch.OpOverload) else getattr(operator, operator.overloads()[0])
-    _described[overload._schema.name] = how
+    _described[_torch.schema_of(overload).name] = how
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         given, made = tensors_in((args, kwargs)), tensors_in(out)
-        schema = getattr(func, "_schema", None)
+        schema = _torch.schema_of(func)
         if schema is None:  # a higher-order operator
             self._add(given, made, Kernel(kind="other", name=str(func), blocks=_blocks(made)))
             return

@@ -11,6 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow.capture.batch_analysis.probe import concrete
 from dynaflow.capture.captured_graph import Shape
+from dynaflow.core.fx_graphs import canonical
 from dynaflow.cost.kernels import Kernel, Recorder
 from dynaflow.partition.op_graph import Op, OpGraph
 
@@ -92,12 +94,12 @@ _known: weakref.WeakKeyDictionary[OpGraph, dict[Any, Any]] = weakref.WeakKeyDict
 def concrete_sizes(graph: OpGraph, rows: int, sizes: Mapping[sympy.Symbol, int] | None = None) -> Sizes:
     """Every symbol's value when `rows` rows are at hand; requests are as long as they were in the capture."""
     values = {**graph.graph.hints, **(sizes or {})}
-    if not graph.spaces:
+    if not graph.batch_axes:
         return values
-    before = max((values.get(s, rows) for s in graph.spaces[0]), default=rows)
-    for space in graph.spaces[1:]:
-        values |= {s: max(1, round(values.get(s, 1) * rows / before)) for s in space}
-    return values | {s: rows for s in graph.spaces[0]}
+    before = max((values.get(s, rows) for s in graph.batch_axes[0]), default=rows)
+    for axis in graph.batch_axes[1:]:
+        values |= {s: max(1, round(values.get(s, 1) * rows / before)) for s in axis}
+    return values | {s: rows for s in graph.batch_axes[0]}
 
 
 def operator_key(graph: OpGraph, op: Op) -> str:
@@ -109,8 +111,8 @@ def operator_key(graph: OpGraph, op: Op) -> str:
 
 
 def _text(graph: OpGraph, op: Op) -> str:
-    """The operator without its names: calls by number, the batch's symbols by their space, other sizes as they were."""
-    names = {s: sympy.Symbol(f"rows{i}") for i, space in enumerate(graph.spaces) for s in space}
+    """The operator without its names: calls by number, the batch's symbols by their axis, other sizes as they were."""
+    names = {s: sympy.Symbol(f"rows{i}") for i, axis in enumerate(graph.batch_axes) for s in axis}
     values = {s: sympy.Integer(n) for s, n in graph.graph.hints.items() if s not in names}
 
     def size(expr: sympy.Expr) -> str:
@@ -123,19 +125,9 @@ def _text(graph: OpGraph, op: Op) -> str:
         return f"{found.dtype} {found.device.type} [{sizes}] [{strides}]"
 
     lines = [f"takes {size(s)}" for s in op.symbols] + [f"reads {shape(graph.values[v].shape)}" for v in op.reads]
-    number = {node: f"%{i}" for i, node in enumerate(op.module.graph.nodes)}
-    for node in op.module.graph.nodes:
-        if node.op != "placeholder":
-            args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Plain(number[n]))
-            lines.append(f"{node.op} {_target(op.module, node)} {args!r}")
+    nodes = canonical(op.module.graph, partial(_target, op.module))
+    lines += [f"{kind} {target} {args}" for kind, target, args in nodes if kind != "placeholder"]
     return "\n".join(lines)
-
-
-class _Plain(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _target(module: fx.GraphModule, node: fx.Node) -> str:

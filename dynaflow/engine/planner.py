@@ -266,7 +266,7 @@ class Planner:
             graph = self._graph(cache, request)
             if graph is None:
                 return None
-            elastic = cache.elastic.get((request.graph, graph.spaces, self._own_key(cache, request)))
+            elastic = cache.elastic.get((request.graph, graph.batch_axes, self._own_key(cache, request)))
             ctx = request.context(cache, graph)
             if elastic is None or elastic.parts > ctx.max_parts:
                 return None
@@ -277,9 +277,9 @@ class Planner:
         """How the batch is to be padded; None if it stays as it is."""
         with self.lock:
             graph = self._graph(cache, request)
-            if graph is None or not graph.spaces:
+            if graph is None or not graph.batch_axes:
                 return None
-            rows = request.batch[1][next(iter(graph.spaces[0]))]
+            rows = request.batch[1][next(iter(graph.batch_axes[0]))]
             padded = _user(cache.scheduler, "bucket", rows)
             if not validate.is_integer(padded) or not rows <= padded <= rows << 20:
                 raise ScheduleError(
@@ -288,7 +288,7 @@ class Planner:
                 )
             if padded == rows:
                 return None
-            place = (request.graph, graph.spaces)
+            place = (request.graph, graph.batch_axes)
             if place not in cache.paddings:
                 cache.paddings[place] = Padding(graph)
             return cache.paddings[place], Batch(request.values, rows, int(padded))
@@ -315,7 +315,7 @@ class Planner:
 
     def _elastic(self, cache: PlanCache, request: PlanRequest, made: Planned) -> Lowered | None:
         """A function that serves other sizes under the scheduler's key as well; None if there is none."""
-        place = (request.graph, made.graph.spaces, self._own_key(cache, request))
+        place = (request.graph, made.graph.batch_axes, self._own_key(cache, request))
         if place not in cache.patterns or place in cache.elastic:
             return None
         plan, values = made.plan, request.values
@@ -337,7 +337,7 @@ class Planner:
         start = time.perf_counter()
         stored = loaded = place = None
         if cache.has_key:
-            place = (request.graph, graph.spaces, self._own_key(cache, request))
+            place = (request.graph, graph.batch_axes, self._own_key(cache, request))
         pattern = cache.patterns.get(place)
         if pattern is not None and len(pattern[0].micro_batches) <= ctx.max_parts:
             plan, functions = ctx.resized(pattern[0]), pattern[1]
@@ -392,19 +392,19 @@ class Planner:
         analyzed = request.graph
         if analyzed.plain:
             return None
-        spaces = request.batch[0]
-        place = (analyzed, spaces)
+        batch_axes = request.batch[0]
+        place = (analyzed, batch_axes)
         if place not in cache.graphs:
             start = time.perf_counter()
             if cache.rules is None:
                 cache.rules = rules_of(cache.scheduler)
-            found = analyzed.probe(spaces)
+            found = analyzed.probe(batch_axes)
             if found is None:
                 self.stats.plain_graphs += 1
                 self.stats.plain_reasons.append(analyzed.plain or "")
                 return None
             complete = not self.stats.graph_breaks and analyzed.graph.phase != "backward"
-            cut = (spaces, cache.rules, complete)
+            cut = (batch_axes, cache.rules, complete)
             if cut not in analyzed.partitions:  # of other schedulers, which cut the same way
                 analyzed.partitions[cut] = partition(analyzed.graph, found, cache.rules, complete=complete)
                 self.stats.partitions += 1

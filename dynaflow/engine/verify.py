@@ -25,7 +25,7 @@ def verified_run(lowered: Lowered, args: Sequence[Any], whole: Callable[[], Boxe
     `whole` makes what runs the uncut graph as the operators are run: compiled code draws other random numbers than
     torch itself, so it stands for a plain model that draws any.
     """
-    if keeps := next((op for op in lowered.graph.ops if op.keeps), None):
+    if keeps := next((op for op in lowered.graph.ops if op.has_hidden_state), None):
         raise VerifyError(
             f"{keeps.name} keeps a state, from which a second run goes on: it can't be compared with the plain model",
             op=keeps.name,
@@ -101,7 +101,7 @@ def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> 
 
 def _draws(op: Op) -> bool:
     """Random numbers: from the generator, or again from a seed that it gave before."""
-    return any(storage == RNG for storage, _ in op.touches) or _torch.draws_again(op.module)
+    return any(storage == RNG for storage, _ in op.accesses) or _torch.draws_again(op.module)
 
 
 def _plain_values(graph: OpGraph, args: Sequence[Any], given: Mapping[int, Any]) -> dict[int, Any]:

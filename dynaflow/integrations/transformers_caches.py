@@ -128,7 +128,7 @@ class _Blocks:
             )
             for shape, storage in zip(shapes, self.storages, strict=True)
         ]
-        torch._foreach_zero_(made)
+        _torch.foreach_zero(made)
         return made
 
     def _await(self) -> None:
@@ -176,7 +176,7 @@ def _settle(one: Layer, keys: torch.Tensor, values: torch.Tensor, length: torch.
         layer.max_cache_len = longest
     layer.keys, layer.values = keys, values
     for tensor in (keys, values, length):
-        torch._dynamo.mark_static_address(tensor)
+        _torch.mark_static(tensor)
 
 
 def _reorder(layers: Sequence[Any], beams: torch.Tensor) -> None:

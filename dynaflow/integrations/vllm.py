@@ -18,7 +18,7 @@ from torch import fx
 
 from dynaflow import _torch, api
 from dynaflow.capture.collectives import ANY
-from dynaflow.capture.op_registry import by_rows, collective, left_alone
+from dynaflow.capture.op_registry import by_rows, collective, opaque_ops
 from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
 from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_builds
@@ -175,7 +175,7 @@ class Graph(Kept):
         rows: dict[str, Any] = {"facts": {"whole": True}}  # nobody knows what they are
         if source is not None:
             asked.declare()
-            left_alone(f"{TOLD}::moe_forward*", capturable=True)  # experts know nothing of requests
+            opaque_ops(f"{TOLD}::moe_forward*", capturable=True)  # experts know nothing of requests
             rows = {"facts": lambda: Step.now.facts, "batch_dims": source.dims if any(source.dims.values()) else None}
         engine = api._engine(None, {**given, **rows, "scheduler": scheduler})
         # For passes of its own vLLM asks for the older way to call what writes its arguments, which copies views.
@@ -210,7 +210,7 @@ class Asked:
         if not named:  # vLLM may count the calls to tell the layer
             self.why_whole = f"{op} asks for a layer that is not known by name: {names['layer_name']!r}"
         states = {argument for argument, name in named.items() if isinstance(self.layers[name], AttentionLayerBase)}
-        self._states.setdefault(op._opname, set()).update(states)
+        self._states.setdefault(_torch.op_name(op), set()).update(states)
         self._named.update(named.values())
         return True
 

@@ -29,7 +29,7 @@ import sympy
 import torch
 
 from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import Shape, Thing, per_row
+from dynaflow.capture.captured_graph import OpaqueValue, Shape, per_row
 from dynaflow.core.memory_layout import is_dense
 from dynaflow.core.plan import MicroBatch, Plan
 from dynaflow.lower.compile_ops import Condition, Operators, Sizes, Source, strides_of
@@ -37,7 +37,7 @@ from dynaflow.lower.fuse_tasks import Parts, Unit, make_units
 from dynaflow.lower.ir import (
     Buffer,
     Call,
-    Ending,
+    Epilogue,
     Instruction,
     Join,
     Narrow,
@@ -83,17 +83,17 @@ def bind(
 
 
 def extents(plan: Plan, graph: OpGraph, sizes: Sizes) -> tuple[int, ...]:
-    """What an elastic program gets beside its arguments: how large each micro-batch is, space by space, and the sizes
+    """What an elastic program gets beside its arguments: how large each micro-batch is, axis by axis, and the sizes
     that have nothing to do with the batch."""
-    parts = [_extent(part, space) for space in range(len(graph.spaces)) for part in plan.micro_batches]
+    parts = [_extent(part, axis) for axis in range(len(graph.batch_axes)) for part in plan.micro_batches]
     return (*parts, *[sizes[s] for s in graph.other_symbols])
 
 
 def sizes_of(plan: Plan, graph: OpGraph, sizes: Sizes, parts: Parts) -> Sizes:
     """The values of all symbols for these micro-batches."""
     found = dict(sizes)
-    for space, symbols in enumerate(graph.spaces):
-        found.update(dict.fromkeys(symbols, sum(_extent(plan.micro_batches[m], space) for m in parts)))
+    for axis, symbols in enumerate(graph.batch_axes):
+        found.update(dict.fromkeys(symbols, sum(_extent(plan.micro_batches[m], axis) for m in parts)))
     return found
 
 
@@ -133,7 +133,7 @@ class _Binder:
         self.buffer_slices: list[Narrow] = []
         self.conditions: set[tuple[Parts, Condition]] = set()
         self.layouts = image_layouts(graph) if operators.writes_into and not graph.graph.grad else {}
-        self.batch = frozenset().union(*graph.spaces) if graph.spaces else frozenset()
+        self.batch = frozenset().union(*graph.batch_axes) if graph.batch_axes else frozenset()
         self.others = {s: sympy.Symbol(f"k{i}", integer=True) for i, s in enumerate(graph.other_symbols)}
         """Names for the sizes of an elastic program that have nothing to do with the batch."""
         if elastic and (self.layouts or graph.graph.grad):
@@ -163,7 +163,7 @@ class _Binder:
         results = tuple(whole[v] for v in graph.outputs)  # one that is returned twice is one tensor
         self.operators.finish()
         clones, aside = self._handed_out(results, units)
-        names = [f"n{space}_{m}" for space in range(len(graph.spaces)) for m in self.all]
+        names = [f"n{axis}_{m}" for axis in range(len(graph.batch_axes)) for m in self.all]
         names += map(str, self.others.values())
         return Program(
             arguments=len(graph.graph.inputs),
@@ -177,8 +177,8 @@ class _Binder:
             end=tuple(i for i in end.before if isinstance(i, Join)),
             results=results,
             clones=clones,
-            ending=None if graph.ending is None else Ending(
-                function=graph.ending.forward, sizes=tuple(self._size(e, self.all) for e in graph.ending_symbols)
+            epilogue=None if graph.epilogue is None else Epilogue(
+                function=graph.epilogue.forward, sizes=tuple(self._size(e, self.all) for e in graph.epilogue_symbols)
             ),
             made_aside=aside,
             buffers=tuple(self.buffers),
@@ -257,7 +257,7 @@ class _Binder:
         if any(self._writes(op, v) and self.graph.values[v].input is not None for op in unit.ops for v in op.reads):
             # A join is a copy, and what is written to a copy of an argument is lost: only neighbours go together.
             runs = _neighbours(unit.parts)
-        if not unit.writes and not any(written for op in unit.ops for _, written in op.touches):
+        if not unit.writes and not any(written for op in unit.ops for _, written in op.accesses):
             return
         for parts in runs[:-1]:
             call = self._call(step, unit, parts)
@@ -266,20 +266,20 @@ class _Binder:
 
     def _call(self, step: _Step, unit: Unit, parts: Parts) -> Call:
         sizes = self._sizes(parts)
-        inputs: list[Shape | sympy.Expr | Thing | None] = list(unit.symbols)
+        inputs: list[Shape | sympy.Expr | OpaqueValue | None] = list(unit.symbols)
         strides: list[tuple[int, ...] | None] = [None] * len(unit.symbols)
         args: list[Var] = []
         into: list[Var] = []
         makes: list[Var] = []
         outs: list[int] = []
-        still: list[int] = []
+        static: list[int] = []
         for v in unit.reads:
             var, held = self._fetch(v, parts, step, unit.ops)
             shape = self._shape(v)
             args.append(var)
-            if self._is_still(v):
-                still.append(len(inputs))
-            inputs.append(shape or self._thing(v))
+            if self._has_static_address(v):
+                static.append(len(inputs))
+            inputs.append(shape or self._opaque(v))
             strides.append(None if shape is None else strides_of(shape, self._sizes(held)))
         for position, v in enumerate(unit.writes):
             buffer = self._buffer(v, parts)
@@ -294,7 +294,7 @@ class _Binder:
         source = Source(
             module=self._module(unit, outs),
             inputs=tuple(inputs),
-            still=frozenset(still),
+            static=frozenset(static),
             writes=self._writes_others(unit),
             name=", then ".join(dict.fromkeys(op.name for op in unit.ops)),
             free=self.batch if unit.splittable else frozenset(),
@@ -334,21 +334,21 @@ class _Binder:
     def _writes_others(self, unit: Unit) -> bool:
         """Whether it writes to memory that it has not made."""
         made = {self.graph.values[v].storage for op in unit.ops for v in op.writes}
-        return any(written and s >= 0 and s not in made for op in unit.ops for s, written in op.touches)
+        return any(written and s >= 0 and s not in made for op in unit.ops for s, written in op.accesses)
 
     def _shares_memory(self, unit: Unit) -> bool:
         """Whether two of the graph's inputs that it reads are the same memory, which it writes."""
-        written = {s for op in unit.ops for s, writes in op.touches if writes}
+        written = {s for op in unit.ops for s, writes in op.accesses if writes}
         inputs = [self.graph.values[v].storage for v in unit.reads if self.graph.values[v].input is not None]
         return any(inputs.count(storage) > 1 for storage in written)
 
-    def _thing(self, v: int) -> Thing | None:
+    def _opaque(self, v: int) -> OpaqueValue | None:
         given = self.graph.values[v].input
-        return None if given is None else self.graph.graph.inputs[given].thing
+        return None if given is None else self.graph.graph.inputs[given].opaque
 
-    def _is_still(self, v: int) -> bool:
-        value = self.graph.values[v]
-        return value.input is not None and self.graph.graph.inputs[value.input].still and not value.carries_batch
+    def _has_static_address(self, v: int) -> bool:
+        value, inputs = self.graph.values[v], self.graph.graph.inputs
+        return value.input is not None and inputs[value.input].static_address and not value.carries_batch
 
     def _replaced(self, step: _Step, unit: Unit) -> None:
         """A step of a user's function."""
@@ -405,11 +405,11 @@ class _Binder:
         """A copy of rows that are merged with an outer dim."""
         if self.elastic:
             raise NotElastic("rows that are merged with an outer dim are copied by their number")
-        ((space, dim),) = ((space, dim) for space, dim in enumerate(value.dims) if dim is not None)
-        whole = next(iter(self.graph.spaces[space]))
+        ((axis, dim),) = ((axis, dim) for axis, dim in enumerate(value.dims) if dim is not None)
+        whole = next(iter(self.graph.batch_axes[axis]))
         assert value.shape is not None
         outer = concrete(value.shape.size[dim], self.sizes) // self.sizes[whole]
-        ranges = [(_rows(self.plan, space, [m for m in var.parts if m < held[0]]), _rows(self.plan, space, held))
+        ranges = [(_rows(self.plan, axis, [m for m in var.parts if m < held[0]]), _rows(self.plan, axis, held))
                   for var, held in pieces]  # fmt: skip
         regroup = joins.Regroup.along(dim, self._layout(value, parts)[1], outer, tuple(ranges))
         return self._join(value, [var for var, _ in pieces], regroup, parts, step, replaces=False)
@@ -420,8 +420,8 @@ class _Binder:
         key = (var, parts)
         if key not in self.slices:
             found = self.slices[key] = self._var("slice", value.index, parts, base=var)
-            cuts = [(dim, *self._range(value, space, dim, var.parts, parts))
-                    for space, dim in enumerate(value.dims) if dim is not None]  # fmt: skip
+            cuts = [(dim, *self._range(value, axis, dim, var.parts, parts))
+                    for axis, dim in enumerate(value.dims) if dim is not None]  # fmt: skip
             narrow = Narrow(out=found, base=var, cuts=tuple(cuts))
             if var.kind == "buffer":
                 self.buffer_slices.append(narrow)
@@ -445,33 +445,33 @@ class _Binder:
 
     def _writes(self, op: Op, v: int) -> bool:
         storage = self.graph.values[v].storage
-        return any(s == storage and written for s, written in op.touches) and v not in op.writes
+        return any(s == storage and written for s, written in op.accesses) and v not in op.writes
 
     # Sizes
 
     def _sizes(self, parts: Parts) -> Sizes:
         return sizes_of(self.plan, self.graph, self.sizes, parts)
 
-    def _range(self, value: Value, space: int, dim: int, held: Parts, parts: Parts) -> tuple[Size, Size]:
+    def _range(self, value: Value, axis: int, dim: int, held: Parts, parts: Parts) -> tuple[Size, Size]:
         """Where the micro-batches begin in what is held, and how long they are."""
         assert value.shape is not None
         size = value.shape.size[dim]
         before = tuple(m for m in held if m < parts[0])
         if self.elastic:
-            each = per_row(size, self.graph.spaces[space])
+            each = per_row(size, self.graph.batch_axes[axis])
             if each is None or each.free_symbols & self.batch:
                 raise NotElastic(f"{size} is no multiple of the batch")
             code = self._expression(each, ())
-            return f"({code}) * {_sum(space, before)}", f"({code}) * {_sum(space, parts)}"
-        each = concrete(size, self.sizes) // self.sizes[next(iter(self.graph.spaces[space]))]
-        return _rows(self.plan, space, before) * each, _rows(self.plan, space, parts) * each
+            return f"({code}) * {_sum(axis, before)}", f"({code}) * {_sum(axis, parts)}"
+        each = concrete(size, self.sizes) // self.sizes[next(iter(self.graph.batch_axes[axis]))]
+        return _rows(self.plan, axis, before) * each, _rows(self.plan, axis, parts) * each
 
     def _size(self, expr: sympy.Expr, parts: Parts) -> Size:
         return self._expression(expr, parts) if self.elastic else concrete(expr, self._sizes(parts))
 
     def _expression(self, expr: sympy.Expr, parts: Parts) -> str:
         """Of an elastic program: what an expression comes to for these micro-batches."""
-        sums = {s: sympy.Symbol(_sum(k, parts)) for k, space in enumerate(self.graph.spaces) for s in space}
+        sums = {s: sympy.Symbol(_sum(k, parts)) for k, axis in enumerate(self.graph.batch_axes) for s in axis}
         names = {**self.others, **sums}
         found = expr.xreplace(names)
         polynomial = found.is_polynomial(*found.free_symbols) and expr.free_symbols <= names.keys()
@@ -491,15 +491,15 @@ def _neighbours(parts: Parts) -> list[Parts]:
     return found
 
 
-def _sum(space: int, parts: Parts) -> str:
-    return f"({' + '.join(f'n{space}_{m}' for m in parts) or 0})"
+def _sum(axis: int, parts: Parts) -> str:
+    return f"({' + '.join(f'n{axis}_{m}' for m in parts) or 0})"
 
 
-def _rows(plan: Plan, space: int, parts: Iterable[int]) -> int:
-    return sum(_extent(plan.micro_batches[m], space) for m in parts)
+def _rows(plan: Plan, axis: int, parts: Iterable[int]) -> int:
+    return sum(_extent(plan.micro_batches[m], axis) for m in parts)
 
 
-def _extent(part: MicroBatch, space: int) -> int:
-    if space == 0 or part.requests is None:
+def _extent(part: MicroBatch, axis: int) -> int:
+    if axis == 0 or part.requests is None:
         return part.size
     return part.requests[1] - part.requests[0]

@@ -219,10 +219,10 @@ class _Emitter:
 
     def _results(self) -> str:
         program = self.program
-        if program.ending is None:
+        if program.epilogue is None:
             return f"({_targets(program.results)})"
-        name = self.name("ending", program.ending.function)
-        return f"{name}({_listed((*program.ending.sizes, *program.results))})"
+        name = self.name("epilogue", program.epilogue.function)
+        return f"{name}({_listed((*program.epilogue.sizes, *program.results))})"
 
     # Steps
 

@@ -204,7 +204,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Epilogue:
     """The graph's last views and numbers, made of the program's results."""
 
     function: Callable[..., Any]
@@ -231,7 +231,7 @@ class Program:
     results: Vars = ()
     clones: Vars = ()
     """Results that lie in the memory of a CUDA graph, and are copied out of it."""
-    ending: Ending | None = None
+    epilogue: Epilogue | None = None
     made_aside: Vars = ()
     """Results in the device's memory that were made on a lane other than the caller's."""
     buffers: tuple[Buffer, ...] = ()
@@ -275,7 +275,7 @@ class Program:
             lines += [f"    {i}" for i in (*step.needs, *step.then)]
             lines += [f"    free {v}" for v in step.frees]
         lines += [f"    {i}" for i in self.end]
-        lines.append(f"  return {', '.join(map(str, self.results))}{' by the ending' if self.ending else ''}")
+        lines.append(f"  return {', '.join(map(str, self.results))}{' by the epilogue' if self.epilogue else ''}")
         for buffer in self.buffers:
             where = "own" if buffer.own else "arena"
             lines.append(f"  {where} {buffer.var}: {buffer.nbytes} bytes")

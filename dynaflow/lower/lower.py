@@ -64,7 +64,7 @@ class _Job:
 def _capturable(given: Input) -> bool:
     """On the GPU; or where the copy engine finds it again."""
     assert given.shape is not None
-    return given.shape.device.type == "cuda" or (given.pinned and given.still)
+    return given.shape.device.type == "cuda" or (given.pinned and given.static_address)
 
 
 class Lowerer:
@@ -122,7 +122,7 @@ class Lowerer:
     ) -> Elastic | None:
         """The plan for micro-batches of all sizes, if there can be such a thing."""
         job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions, chains=self.chains)
-        if self.cudagraph is not None or not graph.spaces:  # without a batch there is nothing to stretch
+        if self.cudagraph is not None or not graph.batch_axes:  # without a batch there is nothing to stretch
             return None
         if plan.sequential:
             return self._elastic_sequence(job)
@@ -209,7 +209,7 @@ class Lowerer:
                 shown = set(fusion_values(graph, items)[1])
                 hidden |= {v for op, parts in items for v in op.writes if (v, parts) not in shown}
         inner = tuple(v for op in graph.ops for v in op.writes if v not in hidden)
-        every = replace(graph, outputs=inner, ending=None)
+        every = replace(graph, outputs=inner, epilogue=None)
         make = partial(make_program, plan, every, job.sizes, self.operators, job.functions, chains=False)
         program = _until_compiled(make)
         code = self._emit(program, job.device)
@@ -231,12 +231,12 @@ class Lowerer:
 
     def _whole(self, graph: CapturedGraph, writes: bool) -> Source | None:
         """The uncut graph for the compiler; None if it runs as it is."""
-        if self.operators.mode == "eager" or any(i.kind is None or i.memory is not None for i in graph.inputs):
+        if self.operators.mode == "eager" or any(i.kind is None or i.alias_set is not None for i in graph.inputs):
             return None
         inputs = tuple(i.kind for i in graph.inputs)
-        still = frozenset(n for n, i in enumerate(graph.inputs) if i.still)
+        static = frozenset(n for n, i in enumerate(graph.inputs) if i.static_address)
         return Source(
-            module=graph.gm, inputs=inputs, still=still, tensors=False, writes=writes, name="the uncut graph",
+            module=graph.gm, inputs=inputs, static=static, tensors=False, writes=writes, name="the uncut graph",
             free=frozenset(),
         )  # fmt: skip
 
@@ -263,22 +263,22 @@ class Lowerer:
 
     def _places(self, job: _Job) -> tuple[list[int], list[int]]:
         """Positions of the inputs that a graph copies in, and of those that it uses in place."""
-        moving: list[int] = []
-        still: list[int] = []
+        copied: list[int] = []
+        static: list[int] = []
         for value in job.graph.values:
             if value.input is None or value.shape is None:
                 continue
             given = job.graph.graph.inputs[value.input]
             promised = any(is_named(given.name, name) for name in self.static_inputs)
-            stays = given.still or promised or value.storage in job.graph.written
-            (still if stays else moving).append(value.input)
-        return moving, still
+            stays = given.static_address or promised or value.storage in job.graph.written
+            (static if stays else copied).append(value.input)
+        return copied, static
 
     def _as_graph(self, job: _Job, lowered: Lowered) -> None:
         """Has its function run as one CUDA graph."""
         plain = lowered.run if lowered.marks is None else _with_own_marks(lowered, self.graphs.streams)
-        moving, still = self._places(job)
-        graphed = Graphed(plain, job.device, self.graphs, moving=moving, still=still, warm=job.warm)
+        copied, static = self._places(job)
+        graphed = Graphed(plain, job.device, self.graphs, copied=copied, static=static, warm=job.warm)
 
         def run(args: list[Any]) -> Any:
             try:
@@ -339,15 +339,16 @@ class Lowerer:
         segments = make_segments(program, held_out)
         marks = make_marks(plan, job.graph, job.sizes, program, segments) if job.marked else None
         code = emit(program, cuda=True, hook=False, segments=segments, marks=marks)
-        copied = frozenset(self._places(job)[0])
+        moving = frozenset(self._places(job)[0])
         sides = self.graphs.streams.get(job.device, plan.lanes)
         streams = dict(zip([lane.name for lane in plan.lanes][-len(sides) :] if sides else [], sides, strict=True))
         for n, segment in enumerate(segments):
-            moving = [i for i, v in enumerate(segment.inputs) if i in segment.moving or v.root.argument in copied]
-            still = [i for i in range(len(segment.inputs)) if i not in moving]
+            inputs = enumerate(segment.inputs)
+            copied = [i for i, v in inputs if i in segment.made_outside or v.root.argument in moving]
+            static = [i for i in range(len(segment.inputs)) if i not in copied]
             lane = program.steps[segment.steps[0]].lane
             code.names[f"graph_{n}"] = Graphed(
-                _spread(code.names[f"segment_{n}"]), job.device, self.graphs, moving=moving, still=still, inner=True,
+                _spread(code.names[f"segment_{n}"]), job.device, self.graphs, copied=copied, static=static, inner=True,
                 stream=streams.get(lane), where=lambda error: lowered.tasks_of(error),
             ).call  # fmt: skip
         # Graphs know their buffers by address, so the arena is the plan's own.

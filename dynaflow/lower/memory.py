@@ -65,7 +65,7 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
         result = v in graph.outputs
         if joined and value.carries_batch:
             found[v] = Chosen([everything], own=result or v in lent)
-        elif kept and not joined and not result and v not in lent and value.end == "pointwise":
+        elif kept and not joined and not result and v not in lent and value.out_variant == "pointwise":
             found[v] = Chosen(pieces, own=False)
     return found
 
@@ -82,11 +82,13 @@ def _shared_storages(graph: OpGraph) -> set[int | None]:
 
 
 def _can_be_given(value: Value, made_by: list[Unit]) -> bool:
-    if value.shape is None or value.end is None or value.merged or sum(dim is not None for dim in value.dims) > 1:
+    if value.shape is None or value.out_variant is None or value.merged:
+        return False
+    if sum(dim is not None for dim in value.dims) > 1:
         return False
     if value.shape.requires_grad:  # a region of the model has gradients on
         return False
-    if value.end == "matmul":  # its out-variant wants rows in one block
+    if value.out_variant == "matmul":  # its out-variant wants rows in one block
         products = all(is_product(result_node(u.module, u.writes.index(value.index))) for u in made_by)
         return products and all(dim in (0, None) for dim in value.dims)
     return True

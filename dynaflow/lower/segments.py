@@ -17,7 +17,7 @@ class Segment:
     steps: tuple[int, ...]
     inputs: Vars
     outputs: Vars
-    moving: frozenset[int]
+    made_outside: frozenset[int]
     """Of the inputs, those that an operator outside has made: at another place in memory each time."""
 
 
@@ -40,7 +40,7 @@ def make_segments(program: Program, outside: frozenset[int]) -> list[Segment]:
     return [_segment(program, run, made_outside) for run in runs]
 
 
-def _segment(program: Program, run: Sequence[int], made_outside: set[Var]) -> Segment:
+def _segment(program: Program, run: Sequence[int], outside: set[Var]) -> Segment:
     inside = [program.steps[s] for s in run]
     makes = dict.fromkeys(var for step in inside for var in step.makes)
     inputs = tuple(dict.fromkeys(var for step in inside for var in step.reads if var not in makes))
@@ -50,5 +50,5 @@ def _segment(program: Program, run: Sequence[int], made_outside: set[Var]) -> Se
         steps=tuple(run),
         inputs=inputs,
         outputs=tuple(var for var in makes if var in needed),
-        moving=frozenset(i for i, var in enumerate(inputs) if var in made_outside),
+        made_outside=frozenset(i for i, var in enumerate(inputs) if var in outside),
     )

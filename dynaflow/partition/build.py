@@ -24,7 +24,7 @@ from dynaflow.capture.collectives import group_of
 from dynaflow.capture.node_info import addresses_memory, module_stack, source_line, target_names
 from dynaflow.core.memory_layout import is_dense, overlaps_itself
 from dynaflow.partition.claims import Claim, has_no_rows, is_inside
-from dynaflow.partition.op_graph import Mixing, Op, OpGraph, Result, Value
+from dynaflow.partition.op_graph import Op, OpGraph, Result, RowMixing, Value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,23 +67,23 @@ class Build:
         needed: set[fx.Node] = set()
         for piece in pieces:
             needed |= piece.copy_work()
-        ending = _Piece(self, None)
-        needed |= ending.copy_results(returned)
+        epilogue = _Piece(self, None)
+        needed |= epilogue.copy_results(returned)
         self.crossing = {s for n in needed for s in self._storages(n)}
         names = _unique([self._name(g) for g in range(len(self.groups))])
         ops = [self._op(piece, name, needed) for piece, name in zip(pieces, names, strict=True)]
-        plain = not ending.made and not ending.symbols and all(isinstance(n, fx.Node) for n in returned)
-        outputs = tuple(self._value(n) for n in ([self._held(n) for n in returned] if plain else ending.reads))
+        plain = not epilogue.made and not epilogue.symbols and all(isinstance(n, fx.Node) for n in returned)
+        outputs = tuple(self._value(n) for n in ([self._held(n) for n in returned] if plain else epilogue.reads))
         return OpGraph(
             graph=self.graph,
-            spaces=self.probe.spaces,
+            batch_axes=self.probe.batch_axes,
             ops=tuple(ops),
             values=tuple(self.values),
             outputs=outputs,
-            ending=None if plain else ending.module(ending.results),
-            ending_symbols=tuple(ending.symbols),
+            epilogue=None if plain else epilogue.module(epilogue.results),
+            epilogue_symbols=tuple(epilogue.symbols),
             results=tuple(self._result(n) for n in returned),
-            mixing=self._mixing(ops, pieces, ending),
+            row_mixing=self._row_mixing(ops, pieces, epilogue),
         )
 
     def _result(self, node: Any) -> Result:
@@ -100,20 +100,20 @@ class Build:
             passed=self.graph.phase == "backward" or node in self.graph.saved,
         )
 
-    def _mixing(self, ops: list[Op], pieces: list[_Piece], ending: _Piece) -> Mixing | None:
+    def _row_mixing(self, ops: list[Op], pieces: list[_Piece], epilogue: _Piece) -> RowMixing | None:
         for op, piece in zip(ops, pieces, strict=True):
             if op.refusal is not None:
-                return Mixing(op=op.name, reason=op.refusal, line=op.line)
+                return RowMixing(op=op.name, reason=op.refusal, line=op.line)
             if op.shared and (found := self._sees_rows(piece, op.name)) is not None:
                 return found
-        return self._sees_rows(ending, None)
+        return self._sees_rows(epilogue, None)
 
-    def _sees_rows(self, piece: _Piece, name: str | None) -> Mixing | None:
+    def _sees_rows(self, piece: _Piece, name: str | None) -> RowMixing | None:
         """A node that can't be split, and that rows go into, or come out of, or their number."""
         for n in piece.made:
             for reason in self.facts[n].refusals.values():
                 if self.facts[n].sized or not has_no_rows(n, self.probe):
-                    return Mixing(op=name, reason=reason, line=source_line(n))
+                    return RowMixing(op=name, reason=reason, line=source_line(n))
         return None
 
     def _held(self, node: fx.Node) -> fx.Node:
@@ -159,17 +159,18 @@ class Build:
         if node not in self.value_of:
             given = self.input_of.get(node)
             tensor = isinstance(self.facts[node].value, torch.Tensor)
+            one_memory = node in self.home and len(self._storages(node)) == 1
             self.value_of[node] = len(self.values)
             self.values.append(
                 Value(
                     index=len(self.values),
                     name=node.name if given is None else self.graph.inputs[given].name,
-                    dims=tuple(map(dim_in, self.probe.dims(node))) if tensor else (None,) * len(self.probe.spaces),
+                    dims=tuple(map(dim_in, self.probe.dims(node))) if tensor else (None,) * len(self.probe.batch_axes),
                     merged=self.probe.is_merged(node),
                     shape=self.graph.shapes.get(node),
                     storage=next(iter(self._storages(node)), None),
                     input=given,
-                    end=self.facts[node].end if node in self.home and len(self._storages(node)) == 1 else None,
+                    out_variant=self.facts[node].out_variant if one_memory else None,
                     fresh=given is not None or self._is_fresh(self._base(node)),
                 )
             )
@@ -191,12 +192,12 @@ class Build:
             refusal = "a DTensor goes in or out, whose rows can't be followed"
         if (stuck := next((n for n in (*piece.reads, *outs) if self._cant_be_cut(n)), None)) is not None:
             refusal = refusal or f"{stuck.name} goes in or out, whose rows lie behind another dim and can't be copied"
-        touches: dict[int, bool] = {}
+        accesses: dict[int, bool] = {}
         for n in group.nodes:
             fact = self.facts[n]
-            touches.update({s: touches.get(s, False) for s in fact.reads if s in self.written or s in self.crossing})
-            touches.update({s: True for s in fact.writes})
-        touches.update({s: True for n in outs for s in self._storages(n)})
+            accesses.update({s: accesses.get(s, False) for s in fact.reads if s in self.written or s in self.crossing})
+            accesses.update({s: True for s in fact.writes})
+        accesses.update({s: True for n in outs for s in self._storages(n)})
         return Op(
             index=piece.group,
             name=name,
@@ -205,9 +206,9 @@ class Build:
             symbols=tuple(piece.symbols),
             reads=tuple(reads),
             writes=tuple(writes),
-            touches=tuple(sorted(touches.items())),
+            accesses=tuple(sorted(accesses.items())),
             after=tuple(sorted({self.home[d] for n in group.nodes for d in self.after[n]} - {piece.group})),
-            follows=tuple(
+            serial_after=tuple(
                 sorted({m for n in group.nodes for a in self.followed.get(n, ()) if (m := self.maker(a)) is not None})
             ),
             shared=shared,
@@ -215,7 +216,7 @@ class Build:
             line=line or next((ln for n in group.nodes if (ln := source_line(n))), None),
             functions=tuple(target_names(n)[0] for n in group.nodes),
             groups=tuple(dict.fromkeys(found for n in group.nodes if (found := group_of(n)) is not None)),
-            keeps=any(n in self.followed.get(n, ()) for n in group.nodes),
+            has_hidden_state=any(n in self.followed.get(n, ()) for n in group.nodes),
         )
 
     def _cant_be_cut(self, node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 import sympy
 from torch import fx
 
-from dynaflow.capture.batch_analysis.probe import End
+from dynaflow.capture.batch_analysis.probe import OutVariant
 from dynaflow.capture.captured_graph import CapturedGraph, Shape
 
 
@@ -25,10 +25,10 @@ class Value:
     """On that dim the rows lie behind another dim that was merged into theirs: parts are cut and joined by copies."""
     shape: Shape | None
     storage: int | None
-    """The memory behind it, as `Op.touches` numbers it."""
+    """The memory behind it, as `Op.accesses` numbers it."""
     input: int | None = None
     """Position among the graph's inputs, if it is one."""
-    end: End | None = None
+    out_variant: OutVariant | None = None
     """How it is made, where its maker can write it straight into memory given from outside."""
     fresh: bool = True
     """Its maker always gives it memory of its own; never, for some size, that of what it was made from."""
@@ -50,11 +50,11 @@ class Op:
     symbols: tuple[sympy.Expr, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    touches: tuple[tuple[int, bool], ...]
+    accesses: tuple[tuple[int, bool], ...]
     """Storages that it reads (False) or writes (True), of those that anyone writes."""
     after: tuple[int, ...]
     """Operators that come before it for the sake of a value or of memory."""
-    follows: tuple[int, ...]
+    serial_after: tuple[int, ...]
     """Operators that have run for all earlier micro-batches when it runs for one. It may be among them itself."""
     shared: bool
     """No row of the batch takes part: it runs once."""
@@ -66,7 +66,7 @@ class Op:
     """The calls that it holds, by name and in order."""
     groups: tuple[str, ...] = ()
     """The process groups in which it makes ranks meet."""
-    keeps: bool = False
+    has_hidden_state: bool = False
     """It changes a state that no value shows (see `by_rows`): run again, it would go on from there."""
 
     @property
@@ -95,7 +95,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixing:
+class RowMixing:
     """Something in a graph that more rows would change for the rows that are there."""
 
     op: str | None
@@ -109,16 +109,16 @@ class OpGraph:
     """All operators in an order that respects their dependencies, and how the results are put together."""
 
     graph: CapturedGraph
-    spaces: tuple[frozenset[sympy.Symbol], ...]
+    batch_axes: tuple[frozenset[sympy.Symbol], ...]
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     outputs: tuple[int, ...]
-    """The values that `ending` takes, for the whole batch."""
-    ending: fx.GraphModule | None
+    """The values that `epilogue` takes, for the whole batch."""
+    epilogue: fx.GraphModule | None
     """Views and numbers among the results, made from `outputs`; None when `outputs` are the results."""
-    ending_symbols: tuple[sympy.Expr, ...] = ()
+    epilogue_symbols: tuple[sympy.Expr, ...] = ()
     results: tuple[Result, ...] = ()
-    mixing: Mixing | None = None
+    row_mixing: RowMixing | None = None
     """The first operator, or result, that does not treat each row by itself."""
 
     @cached_property
@@ -128,20 +128,20 @@ class OpGraph:
     @cached_property
     def other_symbols(self) -> tuple[sympy.Symbol, ...]:
         """The sizes that may change from call to call and do not stand for the batch."""
-        idle = [self.graph.inputs[n].symbol.free_symbols for n in self.graph.idle]  # type: ignore[union-attr]
-        return tuple(sorted(set(self.graph.hints).difference(*self.spaces, *idle), key=str))
+        unused = [self.graph.inputs[n].symbol.free_symbols for n in self.graph.unused_numbers]  # type: ignore[union-attr]
+        return tuple(sorted(set(self.graph.hints).difference(*self.batch_axes, *unused), key=str))
 
     @cached_property
     def written(self) -> frozenset[int]:
         """Storages that some operator writes."""
-        return frozenset(s for op in self.ops for s, writes in op.touches if writes)
+        return frozenset(s for op in self.ops for s, writes in op.accesses if writes)
 
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal partitions of equal graphs, in any process."""
         text = [self.graph.gm.code]
         for op in self.ops:
-            text.append(f"{op.name} {op.reads} {op.writes} {op.touches} {op.after} {op.follows} {op.splittable}")
+            text.append(f"{op.name} {op.reads} {op.writes} {op.accesses} {op.after} {op.serial_after} {op.splittable}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     @cached_property

@@ -117,13 +117,9 @@ def _same_operator(target: Any, wanted: Any) -> bool:
     if isinstance(target, str):  # a method call: torch.Tensor.view, or torch.relu for x.relu()
         return getattr(wanted, "__name__", None) == target and getattr(torch.Tensor, target, None) is wanted
     name = getattr(wanted, "__name__", None)
-    return name is not None and getattr(target, "__name__", None) == name and _is_torch(target) and _is_torch(wanted)
-
-
-def _is_torch(function: Any) -> bool:
-    """Torch's own, and not an operator of another library, which lives in torch._ops as well."""
-    module = getattr(function, "__module__", None) or "torch"
-    return module.split(".")[0] == "torch" and (not module.startswith("torch._ops.") or module == "torch._ops.aten")
+    if name is None or getattr(target, "__name__", None) != name:
+        return False
+    return _torch.is_torchs_own(target) and _torch.is_torchs_own(wanted)
 
 
 def _show(match: Any) -> str:

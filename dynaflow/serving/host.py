@@ -23,11 +23,12 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.captured_graph import copied, input_name
-from dynaflow.capture.op_registry import arguments, by_rows, call_directly, left_alone
-from dynaflow.capture.serialize import given, read, written
+from dynaflow.capture.captured_graph import input_name
+from dynaflow.capture.op_registry import arguments, by_rows, call_directly, opaque_ops
+from dynaflow.capture.serialize import dumps, loads, set_example_args
 from dynaflow.core import forks
 from dynaflow.core.disk_cache import only_mine
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.plan import Plan
 from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
@@ -109,9 +110,9 @@ class Kept(abc.ABC):
     def captured(cls, gm: fx.GraphModule, host: Any) -> Kept:
         _torch.serializable(cls)
         _torch.each_source_once()
-        kept = cls(copied(gm), host)  # Dynamo still looks at the graph that it handed out
+        kept = cls(copy_module(gm), host)  # Dynamo still looks at the graph that it handed out
         try:
-            kept._written = written(gm)
+            kept._written = dumps(gm)
         except Exception as e:  # pickles raise whatever they like; nothing is wrong but that it can't be kept
             kept._written = e
         return kept
@@ -124,7 +125,7 @@ class Kept(abc.ABC):
         if self._run is not None:
             return self._run(*args)
         assert self._gm is not None
-        given(self._gm, args)
+        set_example_args(self._gm, args)
         with _uncollected():
             self._run, self._gm = self.scheduled(self._gm, list(args)), None
             return self._run(*args)
@@ -143,7 +144,7 @@ class Kept(abc.ABC):
     def deserialize_compile_artifacts(cls, data: bytes) -> Kept:
         if (folder := cls.folder()) is not None:  # to unpickle is to run whatever somebody wrote there
             only_mine(folder)
-        return cls(read(data))
+        return cls(loads(data))
 
     @classmethod
     def folder(cls) -> Path | None:
@@ -296,10 +297,10 @@ def tell_rows(
     with gm.graph.inserting_after(places[-1]):
         told = gm.graph.placeholder(ROWS)
     told.meta["example_value"] = like.new_empty((like.shape[dim],), dtype=torch.int32, device="cpu")
-    told.meta[_torch.GIVEN] = (ROWS, False, torch.arange(rows, dtype=torch.int32))
+    told.meta[_torch.GRAPH_INPUT] = (ROWS, False, torch.arange(rows, dtype=torch.int32))
     inputs.append(told.meta["example_value"])
     by_rows(f"{TOLD}::*")
-    left_alone(f"{TOLD}::*")
+    opaque_ops(f"{TOLD}::*")
     for node, overload in asking.items():
         node.target = _told(overload, within, opaque)
         node.args = (told, *node.args)
@@ -333,7 +334,7 @@ def _dim(node: fx.Node, given: Any, rows: int) -> int | None:
 
 @functools.cache
 def _told(op: _torch.OpOverload, within: Within, opaque: type | None) -> Any:
-    name, schema = op._opname, str(op._schema).partition("(")[2]
+    name, schema = _torch.op_name(op), str(_torch.schema_of(op)).partition("(")[2]
     if opaque is not None and "PyObject" in schema:
         schema = schema.replace("PyObject", _torch.opaque_type_name(opaque))
     _library.define(f"{name}(Tensor rows, {schema}", tags=tuple(op.tags))

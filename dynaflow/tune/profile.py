@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dynaflow.core.device import device_for
-from dynaflow.core.disk_cache import Store
+from dynaflow.core.disk_cache import DiskCache
 from dynaflow.core.plan import Lane, Plan, Task, one_by_one
 from dynaflow.cost.costs import Costs, Profile
 from dynaflow.cost.simulate import rows_of
@@ -27,7 +27,7 @@ from dynaflow.tune.clock import Clock
 
 RUNS = 5
 LANE = Lane(name="profile")
-_store = Store("profiles")
+_store = DiskCache("profiles")
 
 Key = tuple[str, int, int | None]
 """An operator, its rows, and the SMs that it has; None: all."""

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
-from dynaflow.capture.op_registry import leaves_some_alone
+from dynaflow.capture.op_registry import has_opaque_ops
 from dynaflow.core.device import device_for
-from dynaflow.core.disk_cache import Store
+from dynaflow.core.disk_cache import DiskCache
 from dynaflow.core.plan_text import resource_in_words
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
@@ -44,7 +44,7 @@ GAIN = 0.99
 """A winner takes at most this part of sequence's time, and nine rounds of ten are faster than sequence."""
 TRUSTED_GAIN = 0.93
 """The same for a prediction that nothing was measured for."""
-_store = Store("decisions")
+_store = DiskCache("decisions")
 _numbers = itertools.count()
 
 Say = Callable[[str], None]
@@ -94,7 +94,7 @@ class Tuner:
         known = self._known()
         if known is not None:
             return known
-        if not self.measures and not self.ranks and leaves_some_alone(self.ctx.graph.graph.gm):
+        if not self.measures and not self.ranks and has_opaque_ops(self.ctx.graph.graph.gm):
             why = "what some operators do can't be predicted, and nothing is to be measured"
             return self.sequence, Decision(chosen=SEQUENCE, why=why, tried=(Tried(name=SEQUENCE),))
         if self.measures:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dynaflow.capture.captured_graph import copied
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.plan import Task
 from dynaflow.engine.engine import Engine
 from dynaflow.lower.executable import Lowered
@@ -72,7 +72,7 @@ def draw_group(dice: Dice, device: str = "cpu", steps: int = 14, **options: Any)
     engine.planner.lowerer.chains = dice.one_in(2)
     with torch.no_grad():  # as it will be called
         # A backend may change the graph that it is given; eager runs it as it was drawn.
-        runner = engine.backend(copied(graph.gm), list(graph.args(POINTS[0], 0)))
+        runner = engine.backend(copy_module(graph.gm), list(graph.args(POINTS[0], 0)))
     return Group(graph=graph, engine=engine, gentle=gentle, runner=runner)
 
 

@@ -453,7 +453,7 @@ def test_operators_with_a_state_are_found_by_the_layers_that_they_name(
     forward.engine.set_scheduler(integration.in_vllm("tests.systems.vllm_schedulers:LastFirst"))
     fast(x)
     (graph,) = forward.engine.planner.cache.graphs.values()
-    found = {op.name: [graph.ops[a].name for a in op.follows] for op in graph.ops if "dynaflow_tests" in op.name}
+    found = {op.name: [graph.ops[a].name for a in op.serial_after] for op in graph.ops if "dynaflow_tests" in op.name}
     assert found == {
         "dynaflow_tests_fill": [],  # who looks waits for it
         "dynaflow_tests_look": ["dynaflow_tests_fill"],

@@ -286,7 +286,7 @@ def test_calls_on_a_state_run_in_the_order_of_the_rows(teams: None, order: str) 
     fast = compiled(model, ORDERS[order]())
     torch.testing.assert_close(afresh(fast, x), afresh(model, x))
     graph, plan = graph_of(fast), fast.plan(x)
-    assert [op for op in graph.ops if "recur" in op.functions and op.splittable and op.index in op.follows]
+    assert [op for op in graph.ops if "recur" in op.functions and op.splittable and op.index in op.serial_after]
     assert len(plan.micro_batches) == 3, "it was not cut"
     df.check(plan, graph, 9)
 
@@ -355,7 +355,7 @@ def test_calls_that_only_read_or_write_a_state_wait_for_those_that_do_both() -> 
     fast = compiled(Swept(), backwards(rules))
     torch.testing.assert_close(fast(at, x), expected)
     ops = graph_of(fast).ops
-    found = {op.name: {ops[a].name for a in op.follows} for op in ops if op.name in names}
+    found = {op.name: {ops[a].name for a in op.serial_after} for op in ops if op.name in names}
     assert found == {"sweep": set(names), "remember": {"sweep"}, "look_back": {"remember", "sweep"}}
 
 

@@ -31,7 +31,7 @@ def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
-STEP = optimizer_ops.Update.step
+STEP = optimizer_ops.ParameterStep.step
 
 
 class Beside:
@@ -61,7 +61,7 @@ class Beside:
                 twins[name_of[id(parameter)]].grad = gradient.clone()
             STEP(update, weights, gradients)
 
-        monkeypatch.setattr(optimizer_ops.Update, "step", step)
+        monkeypatch.setattr(optimizer_ops.ParameterStep, "step", step)
 
     def step(self, **inputs: Any) -> float:
         """Both make one, and are the same after it."""

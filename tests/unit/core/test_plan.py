@@ -538,7 +538,7 @@ def test_golden_code(name: str, lanes: int, cuda: bool) -> None:
     """The generated code, to the letter. UPDATE_GOLDEN=1 writes what is found: then read the difference."""
     fast, plan = _tiny(lanes)
     graph = graph_of(fast)
-    sizes = {**graph.graph.hints, **dict.fromkeys(graph.spaces[0], 3)}
+    sizes = {**graph.graph.hints, **dict.fromkeys(graph.batch_axes[0], 3)}
     source = emit(make_program(plan, graph, sizes, Operators("eager"), {}), cuda=cuda, hook=False).source
     file = GOLDEN / f"{name}.py.txt"
     if os.environ.get("UPDATE_GOLDEN"):

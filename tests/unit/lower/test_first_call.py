@@ -250,7 +250,7 @@ def test_a_layout_that_compiled_code_was_not_made_for() -> None:
         example = torch.empty(4, 8)
     gm = fx.symbolic_trace(lambda x: (x.tanh(),))
     with torch.no_grad():
-        call = _torch.compile_operator(gm, [example], world, still=frozenset(), direct=True, failed=print)
+        call = _torch.compile_operator(gm, [example], world, static=frozenset(), direct=True, failed=print)
         with pytest.raises(AssertionError) as caught:
             call([torch.empty(8, 4).t()])
     assert _torch.is_compilers(caught.value)

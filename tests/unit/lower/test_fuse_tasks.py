@@ -513,10 +513,10 @@ def test_inputs_outputs_and_what_moves() -> None:
     made = program("x: a w -> p", "x: p w -> q h", "x: h -> r", "x: r q -> s", "x: s r p -> t", returns="t q")
     first, second = make_segments(made, frozenset([2]))
     assert (first.steps, letters(first.inputs), letters(first.outputs)) == ((0, 1), "a w", "p q h")
-    assert not first.moving
+    assert not first.made_outside
     # r comes from outside, so it is elsewhere each time; q and p are another graph's, and stay. s stays inside.
     assert (second.steps, letters(second.inputs), letters(second.outputs)) == ((3, 4), "r q p", "t")
-    assert second.moving == {0}
+    assert second.made_outside == {0}
 
 
 def test_what_no_other_segment_reads_is_not_handed_out() -> None:
@@ -586,7 +586,7 @@ def in_pieces(model: type[nn.Module], text: str, outside: str) -> tuple[Code, Pr
     """The plan's code with fake graphs, streams and events; and a function that runs it for some inputs."""
     plan, graph = plan_of(model, text)
     fast = captured(model)
-    sizes = {**graph.graph.hints, **dict.fromkeys(graph.spaces[0], len(X))}
+    sizes = {**graph.graph.hints, **dict.fromkeys(graph.batch_axes[0], len(X))}
     operators = Operators("eager")
     operators.writes_into = True
     program = make_program(plan, graph, sizes, operators, {}, pieces=True, outside=frozenset(outside))
@@ -596,7 +596,7 @@ def in_pieces(model: type[nn.Module], text: str, outside: str) -> tuple[Code, Pr
     log: list[str] = []
     for n, segment in enumerate(segments):
         # The engine copies the plan's arguments in.
-        moving = segment.moving | {i for i, var in enumerate(segment.inputs) if var.root.kind == "argument"}
+        moving = segment.made_outside | {i for i, var in enumerate(segment.inputs) if var.root.kind == "argument"}
         code.names[f"graph_{n}"] = FakeGraph(f"graph_{n}", code.names[f"segment_{n}"], moving, log)
     _, memory = Arena([view for _, view in program.views], program.arena_bytes, torch.device("cpu"), BlockPool()).take()
 
@@ -627,7 +627,8 @@ def test_code_of_one_lane_with_an_operator_outside() -> None:
     assert re.findall(r"graph_\d|op\d", body) == ["graph_0", "op2", "graph_1", "op2", "graph_2"]
     assert body.index("graph_1") < body.index("v3_0 = None"), "c's result lives until the graph that reads it has run"
     # d reads what c made, and that is a new tensor each time; a1 reads the argument.
-    assert [sorted(str(segment.inputs[i]) for i in segment.moving) for segment in segments] == [[], ["v3_0"], ["v3_1"]]
+    outside = [[str(segment.inputs[i]) for i in sorted(segment.made_outside)] for segment in segments]
+    assert outside == [[], ["v3_0"], ["v3_1"]]
     model = captured(Scan)._model
     first = run(X)
     assert log == ["graph_0", "graph_1", "graph_2"]
@@ -686,7 +687,7 @@ def test_segment_lets_go_of_its_own_values_only() -> None:
 
 def test_outside_operator_that_writes_into_the_arena_moves_nothing() -> None:
     _, program, segments, _, run = in_pieces(Line, "a0 b0 c0 d0 a1 b1 c1 d1", "c")
-    assert program.views and not any(segment.moving for segment in segments)
+    assert program.views and not any(segment.made_outside for segment in segments)
     model = captured(Line)._model
     for x in (X, X + 1):
         assert_equal(run(x), model(x))

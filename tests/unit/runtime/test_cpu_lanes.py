@@ -235,7 +235,7 @@ def cuda_code(schedule: Callable[[df.ScheduleContext], None]) -> list[str]:
     with torch.no_grad():
         plan = fast.plan(X)
     graph = graph_of(fast)
-    sizes = {**graph.graph.hints, **dict.fromkeys(graph.spaces[0], 6)}
+    sizes = {**graph.graph.hints, **dict.fromkeys(graph.batch_axes[0], 6)}
     source = emit(make_program(plan, graph, sizes, Operators("eager"), {}), cuda=True, hook=False).source
     return [line.strip() for line in source.splitlines()]
 
