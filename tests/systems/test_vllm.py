@@ -64,7 +64,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "shuffled": {"scheduler": f"{_OWN}:Shuffled"},
     "shuffled again": {"scheduler": f"{_OWN}:Shuffled", "scheduler_options": {"parts": 4, "seed": 1}},
     "nanoflow": {"scheduler": "nanoflow", "scheduler_options": {"attention": "dynaflow_told::*"}},
-    "searched": {"scheduler": "searched", "scheduler_options": {"attention": "dynaflow_told::*", "parts": 3}},
+    "solver": {"scheduler": "solver", "scheduler_options": {"attention": "dynaflow_told::*", "parts": 3}},
     "auto that tunes": {"scheduler": "auto", "scheduler_options": {"seconds": 0.2, "most": 1}},
 }
 """Orders that nobody would choose, too: all have to be right."""

@@ -78,7 +78,7 @@ def fuse_a(ctx: df.ScheduleContext) -> None:
             ctx.execute(op, replace_func=fused if op.name == "a" else None)
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, df.strategies.Prefetch, df.strategies.OptimizerBeside])
+@pytest.mark.parametrize("wrap", [lambda s: s, df.strategies.Prefetch, df.strategies.OptimizerOverlap])
 def test_listed_functions_are_called(wrap: Any) -> None:
     rules = [df.SplitModule("a"), df.SplitModule("b")]
     with torch.no_grad():
