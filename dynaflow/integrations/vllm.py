@@ -21,16 +21,16 @@ from dynaflow.capture.collectives import ANY
 from dynaflow.capture.op_registry import by_rows, collective, left_alone
 from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
-from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_builds
+from dynaflow.integrations.vllm_batches import PARTS, CacheBlocks, Step, record_builds
 from dynaflow.options import check_options, defaults, scheduler_of
-from dynaflow.serving.host import TOLD, Hosted, Kept, Source, tell_rows, wrap
+from dynaflow.serving.host import ROW_AWARE, BatchInput, HostedGraph, SerializableGraph, inject_row_ranges, wrap
 from dynaflow.serving.scheduler import Serving, serving
 
 VERSIONS = ("0.26", "0.32")  # the first was measured on CUDA, the second is tested on CPU
 BACKEND = f"{__name__}.Graph"
 OPTIONS = ("scheduler", "scheduler_options", "operators", "verify", "check", "cudagraph")
 """Of those of `df.compile`: vLLM itself says what the others would."""
-_within = lambda start, stop: Step.now.entered(start, stop)  # noqa: E731
+_within = lambda start, stop: Step.now.within(start, stop)  # noqa: E731
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *a
         return create(group, vllm_config, *args, **kwargs)
     kwargs["num_metadata_builders"] = max(1 + PARTS, kwargs.get("num_metadata_builders", 1))
     create(group, vllm_config, *args, **kwargs)
-    remember_builds(group)
+    record_builds(group)
 
 
 def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,22 +142,22 @@ def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kw
     initialize(wrapper, *args, **kwargs)
     config, runner = wrapper.vllm_config, wrapper.worker.model_runner
     if config.compilation_config.backend == BACKEND:
-        Step.entangled = ""
+        Step.hazard = ""
         if config.cache_config.enable_prefix_caching:
             ranks, groups = config.parallel_config.decode_context_parallel_size, runner.kv_cache_config.kv_cache_groups
-            Blocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner)
+            CacheBlocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner)
         wrap(wrapper.worker, "compile_or_warm_up_model", functools.partial(_with_warning, config))
 
 
 def _with_warning(config: Any, warm_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Says so if the model has run, and no graph of it has come to us."""
     result = warm_up(*args, **kwargs)
-    if Step.told.isdisjoint(config.compilation_config.static_forward_context):
+    if Step.row_aware.isdisjoint(config.compilation_config.static_forward_context):
         _stay_out("it does not compile this model, or no operator of the graph asks for a layer's metadata")
     return result
 
 
-class Graph(Kept):
+class Graph(SerializableGraph):
     """The graph of vLLM's forward pass, which vLLM keeps on disk."""
 
     def scheduled(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -170,12 +170,12 @@ class Graph(Kept):
         collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
         given, compilation = {"operators": "eager", **(options_of(self.host) or {})}, self.host.compilation_config
         scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
-        asked = Asked(compilation.static_forward_context)
-        source = tell_rows(gm, inputs, asked, _within, opaque=LayerName)
+        layers = RowAwareLayers(compilation.static_forward_context)
+        source = inject_row_ranges(gm, inputs, layers, _within, opaque=LayerName)
         rows: dict[str, Any] = {"facts": {"whole": True}}  # nobody knows what they are
         if source is not None:
-            asked.declare()
-            left_alone(f"{TOLD}::moe_forward*", capturable=True)  # experts know nothing of requests
+            layers.declare()
+            left_alone(f"{ROW_AWARE}::moe_forward*", capturable=True)  # experts know nothing of requests
             rows = {"facts": lambda: Step.now.facts, "batch_dims": source.dims if any(source.dims.values()) else None}
         engine = api._engine(None, {**given, **rows, "scheduler": scheduler})
         # For passes of its own vLLM asks for the older way to call what writes its arguments, which copies views.
@@ -183,10 +183,10 @@ class Graph(Kept):
         if compilation.cudagraph_mode.has_piecewise_cudagraphs():
             engine.operators.captured = functools.partial(_captured, self.host)
         run = engine.backend(gm, inputs)
-        return run if source is None else Forward(run, source, engine, asked.why_whole)
+        return run if source is None else Forward(run, source, engine, layers.why_whole)
 
 
-class Asked:
+class RowAwareLayers:
     """The operators of a graph that ask vLLM's forward context for a layer, found by the names that they are given."""
 
     _states: ClassVar[dict[str, set[str]]] = {}
@@ -217,9 +217,9 @@ class Asked:
     def declare(self) -> None:
         """What a layer keeps of requests, whatever it is, is read and written in the order of their tokens. Attention
         that gets something from the operator which fills its cache only reads: it waits for that one alone."""
-        Step.told |= self._named
+        Step.row_aware |= self._named
         for op, states in self._states.items():
-            by_rows(f"{TOLD}::{op}", follows=["kv_cache_dummy_dep"], state=sorted(states), flat=True)
+            by_rows(f"{ROW_AWARE}::{op}", follows=["kv_cache_dummy_dep"], state=sorted(states), flat=True)
 
     @classmethod
     def folder(cls) -> Path | None:
@@ -244,7 +244,7 @@ def _captured(config: Any, calls: list[Any]) -> list[Any]:
 
 def in_vllm(scheduler: Any = None, scheduler_options: Any = None) -> Serving:
     """As `df.compile` takes them; but a server does not stand still to tune, and vLLM's CPU kernels share a buffer."""
-    return serving(scheduler_of(scheduler, scheduler_options, tuning=0.0), most=PARTS, in_turns=True)
+    return serving(scheduler_of(scheduler, scheduler_options, tuning=0.0), max_parts=PARTS, in_turns=True)
 
 
 def _torch_group(given: str | int) -> str:
@@ -257,10 +257,10 @@ def _torch_group(given: str | int) -> str:
     return ANY
 
 
-class Forward(Hosted):
+class Forward(HostedGraph):
     """vLLM's forward pass: called with its arguments, under its forward context."""
 
-    def __init__(self, run: Callable[..., Any], source: Source, engine: Engine, why_whole: str = "") -> None:
+    def __init__(self, run: Callable[..., Any], source: BatchInput, engine: Engine, why_whole: str = "") -> None:
         super().__init__(run, source, engine)
         self.why_whole = why_whole
 
@@ -273,4 +273,4 @@ class Forward(Hosted):
 
 def forwards() -> list[Forward]:
     """The models that vLLM runs under a schedule in this process: `.stats` counts, `.plans` says what runs."""
-    return [hosted for hosted in Hosted.alive if isinstance(hosted, Forward)]
+    return [hosted for hosted in HostedGraph.alive if isinstance(hosted, Forward)]

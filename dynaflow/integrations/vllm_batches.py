@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import torch
 
 from dynaflow.capture.batch_analysis.signatures import by_name
-from dynaflow.serving.host import Batch, wrap
+from dynaflow.serving.host import RaggedBatch, wrap
 
-PIECE = 64  # a prompt may be cut wherever so many of its tokens are complete
+CHUNK = 64  # a prompt may be cut at multiples of so many tokens
 PARTS = 15  # into so many a step may be cut: each has builders of metadata of its own, beside vLLM's
 UNKNOWN = "it is not known what its requests read"
 
@@ -32,7 +32,7 @@ _FIELDS = by_name(
         "positions": "tokens",
         "is_prefilling req_idx rswa_prefix_lens": "requests",
         "dcp_local_seq_lens dcp_local_seq_lens_cpu dcp_local_seq_lens_cpu_upper_bound": "whole requests",
-        "causal": "kept",
+        "causal": "same",
         "_num_computed_tokens_cpu _num_computed_tokens_cache _token_to_req_indices_cache": "found out when asked for",
     }
 )
@@ -40,25 +40,25 @@ _FIELDS = by_name(
 some fields nobody knows what parts of a request would have. If there is any other, the batch stays whole."""
 
 
-class Step(Batch):
+class Step(RaggedBatch):
     """One forward pass of vLLM: what its context says, for the whole batch and for parts of it."""
 
     now: ClassVar[Step]  # as vLLM's forward context, a global, since lanes may run in threads of their own
-    entangled: ClassVar[str] = UNKNOWN  # why requests of this moment can't be parted, if they can't: `Blocks` knows
-    told: ClassVar[set[str]] = set()  # layers whose operators are told their rows
+    hazard: ClassVar[str] = UNKNOWN  # why the requests of this step can't be parted, if they can't; see `CacheBlocks`
+    row_aware: ClassVar[set[str]] = set()  # layers whose operators are row-aware
 
     def __init__(self, context: Any, rows: int, why_whole: str = "") -> None:
         self.context = context
         self.size = getattr(context, "batch_descriptor", None)  # as vLLM calls what it captures
         layers = getattr(context, "attn_metadata", None)
         self.metadata = {id(m): m for m in layers.values()} if isinstance(layers, dict) else {}
-        lengths, piece = [], PIECE
+        lengths, chunk = [], CHUNK
         if not (why := why_whole or self._why_whole()):
             built = [metadata._dynaflow_built for metadata in self.metadata.values()]
             starts = built[0][-1].query_start_loc_cpu.tolist()
             lengths = [b - a for a, b in itertools.pairwise(starts) if b > a]  # without requests that are padding, too
-            piece = PIECE if all(_are_parted(group, common) for _, group, _, common in built) else rows
-        super().__init__(rows, lengths, piece=piece, most=PARTS, why_whole=why)
+            chunk = CHUNK if all(_are_parted(group, common) for _, group, _, common in built) else rows
+        super().__init__(rows, lengths, chunk=chunk, max_parts=PARTS, why_whole=why)
 
     def _why_whole(self) -> str:
         if not self.metadata:
@@ -71,10 +71,10 @@ class Step(Batch):
                 return "attention metadata of unknown origin"
             if why := _uncuttable(common):
                 return why
-        for name in self.context.attn_metadata.keys() - Step.told:
+        for name in self.context.attn_metadata.keys() - Step.row_aware:
             if not getattr(self.context.no_compile_layers.get(name), "is_draft_layer", False):
                 return f"no operator says that it uses {name}"
-        return Step.entangled
+        return Step.hazard
 
     def part(self, start: int, stop: int) -> Any:
         made = {}
@@ -146,16 +146,16 @@ def cut(common: Any, start: int, stop: int) -> Any:
     return dataclasses.replace(part, **taken)
 
 
-def remember_builds(group: Any) -> None:
+def record_builds(group: Any) -> None:
     """From now on, metadata of a group of attention layers know how they were made: they themselves, the group, how to
     do it with another builder and other common metadata, and those that they were made from."""
     first = group.metadata_builders[0]
     for name in ("build", "build_for_cudagraph_capture", "update_block_table"):
         if hasattr(first, name):
-            wrap(first, name, functools.partial(_noted, group, name))
+            wrap(first, name, functools.partial(_built, group, name))
 
 
-def _noted(group: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _built(group: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     made, given = method(*args, **kwargs), [*args, *kwargs.values()]
     common = next((a for a in given if hasattr(a, "query_start_loc_cpu")), None)
 
@@ -174,7 +174,7 @@ def _noted(group: Any, name: str, method: Callable[..., Any], *args: Any, **kwar
     return made
 
 
-class Blocks:
+class CacheBlocks:
     """The cache's blocks by request; and whether a request of a step reads one that another writes in that step.
 
     With prefix caching vLLM takes a block for cached as soon as its tokens are scheduled, so a request that starts in
@@ -186,22 +186,22 @@ class Blocks:
         self.held: dict[str, list[list[int]]] = {}  # by request: its blocks in each group of layers
 
     def watch(self, runner: Any) -> None:
-        """From now on, `Step.entangled` is right while vLLM's runner runs a step, and while it drafts behind it."""
+        """From now on, `Step.hazard` is right while vLLM's runner runs a step, and while it drafts behind it."""
         wrap(runner, "execute_model", self._execute)
 
     def _execute(self, method: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        Step.entangled = self.judge(scheduler_output)
+        Step.hazard = self.hazard(scheduler_output)
         return method(scheduler_output, *args, **kwargs)
 
-    def judge(self, step: Any) -> str:
+    def hazard(self, step: Any) -> str:
         """Why a step can't be cut, if it can't, by what vLLM's scheduler says of it. Has to see all steps."""
         try:
-            return "a request reads what another one writes" if self._entangled(step) else ""
+            return "a request reads what another one writes" if self._has_hazard(step) else ""
         except (AttributeError, LookupError, TypeError, ValueError):
             self.held.clear()
             return UNKNOWN
 
-    def _entangled(self, step: Any) -> bool:
+    def _has_hazard(self, step: Any) -> bool:
         new, running = step.scheduled_new_reqs, step.scheduled_cached_reqs
         for request in step.finished_req_ids:
             self.held.pop(request, None)
