@@ -46,12 +46,6 @@ _NOTHING = contextlib.nullcontext()
 _library = torch.library.Library(ROW_AWARE, "FRAGMENT")
 
 
-def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """From now on `function` is called in place of a method, which it gets as its first argument."""
-    method = getattr(owner, name)
-    setattr(owner, name, functools.wraps(method)(lambda *args, **kwargs: function(method, *args, **kwargs)))
-
-
 class HostedGraph:
     """A graph with row-aware operators, as its system calls it: with the arguments of the original graph."""
 

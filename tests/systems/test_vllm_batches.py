@@ -29,8 +29,8 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec  # noqa: E402
 
 from dynaflow.integrations import vllm as integration  # noqa: E402
+from dynaflow.integrations.hooks import wrap  # noqa: E402
 from dynaflow.integrations.vllm_batches import PARTS, UNKNOWN, CacheBlocks, Step, cut, record_builds  # noqa: E402
-from dynaflow.serving.host import wrap  # noqa: E402
 
 # Metadata, cut
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 import dynaflow as df
 from dynaflow import _torch, api
 from dynaflow.capture import op_registry
-from dynaflow.serving.host import ROW_AWARE, HostedGraph, RaggedBatch, SerializableGraph, inject_row_ranges, wrap
+from dynaflow.serving.host import ROW_AWARE, HostedGraph, RaggedBatch, SerializableGraph, inject_row_ranges
 from dynaflow.serving.scheduler import Serving, serving
 from dynaflow.strategies.auto import Auto
 from tests.helpers import Each, count_elastic
@@ -396,15 +396,3 @@ def test_a_graph_in_which_no_operator_asks_is_left_alone() -> None:
     before = str(gm.graph)
     assert inject_row_ranges(gm, [], lambda op, given: True, within) is None
     assert str(gm.graph) == before
-
-
-def test_a_method_is_wrapped() -> None:
-    class Thing:
-        def method(self, number: int) -> int:
-            return number
-
-    thing = Thing()
-    wrap(Thing, "method", lambda method, self, number: method(self, number) + 1)
-    wrap(thing, "method", lambda method, number: method(number) * 10)
-    assert thing.method(1) == 20 and Thing().method(1) == 2
-    assert Thing.method.__name__ == "method"
