@@ -236,6 +236,12 @@ class Graph(SerializableGraph):
         run = engine.backend(gm, inputs)
         return run if source is None else Forward(run, source, engine, layers.why_whole)
 
+    @classmethod
+    def folder(cls) -> Path | None:
+        from vllm import envs
+
+        return Path(envs.VLLM_CACHE_ROOT)
+
 
 class RowAwareLayers:
     """Finds the operators of a graph that look up a layer in vLLM's forward context, by the layer names they get."""
@@ -274,12 +280,6 @@ class RowAwareLayers:
         Step.row_aware |= self._named
         for op, states in self._states.items():
             by_rows(f"{ROW_AWARE}::{op}", follows=["kv_cache_dummy_dep"], state=sorted(states), flat=True)
-
-    @classmethod
-    def folder(cls) -> Path | None:
-        from vllm import envs
-
-        return Path(envs.VLLM_CACHE_ROOT)
 
 
 def _captured(config: Any, calls: list[Any]) -> list[Any]:
