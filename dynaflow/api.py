@@ -96,7 +96,7 @@ def compile(
     offload_most: of that, so many bytes at most, spread over the layers: copies that take longer than the computation
         that they run beside hold it up.
     optimizer: its steps (SGD, Adam, AdamW) are made during the backward pass, a layer at a time; the scheduler
-        "optimizer_beside" has them run beside the backward of the layers below. Each backward pass is a step, with the
+        "optimizer_overlap" has them run beside the backward of the layers below. Each backward pass is a step, with the
         settings of the moment; the gradients are gone after it, and optimizer.step() does what remains.
     """
     if not callable(model) or isinstance(model, type):

@@ -54,12 +54,12 @@ def stepped() -> list[Document]:
     given = {**inputs(model, Situation(batch=4, prompt=8))}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inner = _Layers()
-    fast = df.compile(model, make("optimizer_beside", inner=inner), optimizer=optimizer, operators="eager")
+    fast = df.compile(model, make("optimizer_overlap", inner=inner), optimizer=optimizer, operators="eager")
     batch = {"input_ids": given["input_ids"], "labels": given["input_ids"]}
     with df.record() as recording:
         fast(**batch).loss.backward()
     backward = next(call for call in recording.calls if call.phase == "backward")
-    return [of_plan(backward.plan, title="optimizer_beside, backward pass: every task as one step")]
+    return [of_plan(backward.plan, title="optimizer_overlap, backward pass: every task as one step")]
 
 
 class _Layers(df.OpSchedulerBase):
@@ -146,8 +146,8 @@ PICTURES: dict[str, Callable[[], list[Document]]] = {
     "comet": lambda: simulated("mixtral-8x7b", "comet", device="h100", ep=4, situation=PROMPTS),
     "branches": lambda: simulated("inception-tiny", "branches", device="h200", situation=PROMPTS, layers=None),
     "prefetch": prefetched,
-    "optimizer_beside": stepped,
-    "searched": lambda: simulated("llama-3-70b", "searched", device="b200", tp=8, situation=PROMPTS),
+    "optimizer_overlap": stepped,
+    "solver": lambda: simulated("llama-3-70b", "solver", device="b200", tp=8, situation=PROMPTS),
 }
 
 

@@ -2,7 +2,7 @@
 
 Behind the gradients of a layer stands a call of `torch.ops.dynaflow.update`, which makes the optimizer's own step for
 the layer's parameters alone. It reads the gradients and writes the parameters: so it comes after all that reads them,
-and a scheduler (strategies/optimizer_beside.py) says when and where it runs. These gradients go no further.
+and a scheduler (strategies/optimizer_overlap.py) says when and where it runs. These gradients go no further.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def examine() -> Iterator[Check]:
     yield from _collectives()
     for package, serves, advice in (
         ("transformers", "models by name, config folders", "pip install 'dynaflow[demo]'"),
-        ("ortools", "the strategy `searched`", "pip install 'dynaflow[tune]'"),
+        ("ortools", "the strategy `solver`", "pip install 'dynaflow[tune]'"),
         ("vllm", "the vLLM plugin", "pip install vllm, in an environment of its own; see docs/integrations.md"),
     ):
         found = _version(package)

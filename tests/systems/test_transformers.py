@@ -257,7 +257,7 @@ class Places:
 
 def in_the_way(model: Any) -> list[torch.Tensor]:
     """Takes the places that the allocator would give to the next cache."""
-    blocks = hf.compiled(model).memory._kept
+    blocks = hf.compiled(model).memory._pool
     return [torch.empty(s.nbytes(), dtype=torch.uint8) for b in blocks for s in b.storages for _ in range(2)]
 
 
@@ -304,7 +304,7 @@ def test_what_an_earlier_call_left_does_no_harm() -> None:
     hf.accelerate(model, TwoBatches(), operators="eager")
     for _ in range(3):
         assert torch.equal(generated(model, 4, 9, steps=6), expected)
-        for storage in hf.compiled(model).memory._kept[0].storages[:2]:
+        for storage in hf.compiled(model).memory._pool[0].storages[:2]:
             torch.empty(0).set_(storage).fill_(torch.nan)
 
 
@@ -398,7 +398,7 @@ def test_threads_generate_at_once() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(work, range(3))) == [True] * 3
-    assert len(hf.compiled(model).memory._kept) <= 2
+    assert len(hf.compiled(model).memory._pool) <= 2
 
 
 def test_release_lets_go_of_the_memory() -> None:
@@ -407,7 +407,7 @@ def test_release_lets_go_of_the_memory() -> None:
     generated(model, 4, 9, steps=2)
     generation = hf.compiled(model)
     assert generation.memory.nbytes > 4 * 10
-    storages = [weakref.ref(storage) for blocks in generation.memory._kept for storage in blocks.storages]
+    storages = [weakref.ref(storage) for blocks in generation.memory._pool for storage in blocks.storages]
     hf.release(model)
     gc.collect()
     assert generation.memory.nbytes == 0 and not any(ref() for ref in storages)
@@ -576,14 +576,16 @@ def test_trainer_takes_a_compiled_model(tmp_path: Path, seen: list[int], bf16: b
 
 
 def test_trainer_by_name(tmp_path: Path, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As accelerate, which has a list of the backends, is told when the integration is imported."""
+    """Accelerate has a list of the backends: ours is in it inside of `trainer_backend()` alone."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # where transformers puts it, and leaves it
     expected = trained(tmp_path)
-    with df.configure(scheduler=Seen(), operators="eager"):
+    with df.configure(scheduler=Seen(), operators="eager"), hf.trainer_backend():
         assert trained(tmp_path, torch_compile_backend="dynaflow") == pytest.approx(expected, abs=1e-4)
     assert seen == [2, 2]
     with pytest.raises(ValueError, match="NONSENSE"):
         trained(tmp_path, torch_compile_backend="nonsense")
+    with pytest.raises(ValueError, match="DYNAFLOW"):
+        trained(tmp_path, torch_compile_backend="dynaflow")
 
 
 def test_continuous_batching(seen: list[int]) -> None:

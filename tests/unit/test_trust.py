@@ -17,7 +17,7 @@ import dynaflow as df
 from dynaflow.cli.doctor import _cache
 from dynaflow.core import disk_cache
 from dynaflow.core.disk_cache import DiskCache
-from dynaflow.serving.host import Kept
+from dynaflow.serving.host import SerializableGraph
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, randn, run_both
 from tests.unit.schedule.test_plan_store import Halves, Model, run
 
@@ -78,7 +78,7 @@ def fuse_a(ctx: df.ScheduleContext) -> None:
             ctx.execute(op, replace_func=fused if op.name == "a" else None)
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, df.strategies.Prefetch, df.strategies.OptimizerBeside])
+@pytest.mark.parametrize("wrap", [lambda s: s, df.strategies.Prefetch, df.strategies.OptimizerOverlap])
 def test_listed_functions_are_called(wrap: Any) -> None:
     rules = [df.SplitModule("a"), df.SplitModule("b")]
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_a_graph_is_not_unpickled_from_where_others_can_write(tmp_path: Path) ->
     class Ran(Exception):
         pass
 
-    class InAFolder(Kept):
+    class InAFolder(SerializableGraph):
         scheduled = None  # type: ignore[assignment]
 
         @classmethod

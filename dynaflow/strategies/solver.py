@@ -8,7 +8,7 @@ import dynaflow as df
 from dynaflow.tune.solver import Piece, solve
 
 
-class Searched(df.OpSchedulerBase):
+class Solver(df.OpSchedulerBase):
     """`attention`, `collectives`: globs on the calls to cut at. `seconds`: for the solver."""
 
     def __init__(
