@@ -210,7 +210,7 @@ def test_what_can_not_be_kept_runs_all_the_same(tmp_path: Path, monkeypatch: pyt
     def refuse(gm: fx.GraphModule) -> bytes:
         raise ValueError("it can't be written")
 
-    monkeypatch.setattr("dynaflow.serving.host.written", refuse)
+    monkeypatch.setattr("dynaflow.serving.host.dumps", refuse)
     server = Server(serving(Each(split=2), MOST))
     with pytest.raises(ValueError, match="it can't be written"):
         server.keep(tmp_path / "kept")
