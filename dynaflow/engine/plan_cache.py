@@ -14,7 +14,7 @@ from dynaflow.core.bounded import BoundedDict
 from dynaflow.core.plan import Plan
 from dynaflow.engine.analyzed_graph import AnalyzedGraph, BatchAxes
 from dynaflow.errors import ScheduleError
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase, defines
 from dynaflow.schedule.context import ScheduleContext
@@ -178,9 +178,9 @@ class ReadyPlans:
         self.epoch = epoch
         """Of the planner. When it has another one, nothing here holds any more."""
         self._names: dict[tuple[int, ...], tuple[str, ...]] = {}
-        self._plans: dict[tuple[Any, ...], Lowered] = {}
+        self._plans: dict[tuple[Any, ...], Executable] = {}
 
-    def find(self, sizes: tuple[int, ...], facts: Mapping[str, Any]) -> Lowered | None:
+    def find(self, sizes: tuple[int, ...], facts: Mapping[str, Any]) -> Executable | None:
         names = self._names.get(sizes)
         if not names or not facts:
             return self._plans.get((sizes, None))
@@ -190,7 +190,7 @@ class ReadyPlans:
             read.append(fact if type(fact) in PLAIN and name else fact_value(facts, name))
         return self._plans.get((sizes, tuple(read)))
 
-    def remember(self, request: PlanRequest, names: set[str], lowered: Lowered) -> None:
+    def remember(self, request: PlanRequest, names: set[str], lowered: Executable) -> None:
         """`names`: the facts that were read on the way to this plan."""
         if len(self._plans) >= MOST:
             self._plans.clear()

@@ -16,7 +16,7 @@ from dynaflow.engine.plan_cache import PlanCache, PlanRequest, ReadyPlans
 from dynaflow.engine.planner import Planner
 from dynaflow.engine.verify import verified_run
 from dynaflow.errors import NOT_FAILURES, DynaFlowError, PlanError, fall_back
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.runtime.cuda_lanes import capturing
 
 
@@ -56,7 +56,7 @@ class GraphRunner:
                 stats.sequential_runs += lowered.sequential
                 stats.joined_bytes = lowered.joined_bytes
                 try:
-                    return lowered.run(args)
+                    return lowered.entry.call(args)
                 except Exception as e:
                     lowered.explain(e)
                     raise
@@ -114,10 +114,10 @@ class GraphRunner:
         stats.runs += 1
         stats.sequential_runs += lowered.sequential
         stats.joined_bytes = lowered.joined_bytes
-        if self._verify and not lowered.verified:
+        if self._verify and lowered not in planner.verified:
             captured, sizes = self.graph.graph, request.values
             result = verified_run(lowered, args, lambda: planner.lowerer.whole(captured, sizes))
-            lowered.verified = True
+            planner.verified.add(lowered)
             stats.verified += 1
             if active is not None:
                 active.missed("it was compared with the plain model")
@@ -132,7 +132,7 @@ class GraphRunner:
             return lowered(args)
         return active.run(marked, args, planner)
 
-    def _remember(self, planner: Planner, request: PlanRequest, epoch: object, lowered: Lowered) -> None:
+    def _remember(self, planner: Planner, request: PlanRequest, epoch: object, lowered: Executable) -> None:
         """From now on such calls find it at once."""
         self._sharing = self._known_sharing()
         plans = self._ready()

@@ -12,14 +12,14 @@ from dynaflow import _torch
 from dynaflow._torch import Boxed
 from dynaflow.capture.batch_analysis.aten_calls import RNG
 from dynaflow.errors import VerifyError
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.partition.op_graph import Op, OpGraph
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest difference allowed, relative to the largest magnitude: kernels for other shapes add in other orders."""
 
 
-def verified_run(lowered: Lowered, args: Sequence[Any], whole: Callable[[], Boxed]) -> Any:
+def verified_run(lowered: Executable, args: Sequence[Any], whole: Callable[[], Boxed]) -> Any:
     """Runs the plan and returns its results; raises VerifyError if the plain model gives others.
 
     `whole` makes what runs the uncut graph as the operators are run: compiled code draws other random numbers than
@@ -79,7 +79,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor
 
 
-def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> VerifyError:
+def _explain(lowered: Executable, args: Sequence[Any], what: str, problem: str) -> VerifyError:
     """Finds the first operator whose result differs, by running the operators one after the other."""
     advice = "if one of its rules says splittable=True, or a replace_func stands for it, that is the first suspect"
     if lowered.all_values is not None:

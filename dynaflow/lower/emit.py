@@ -33,7 +33,7 @@ from dynaflow.runtime.joins import unpack
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Code:
     """The source of a lowered plan, its function, and which line belongs to which task."""
 
@@ -77,17 +77,14 @@ def emit(
     for name, call in out.names.items():
         if isinstance(call, Untried):
             call.then(partial(_put, weakref.ref(names["run"]), name))
-    return Code(source=source, run=names["run"], filename=filename, tasks=out.tasks, names=names)
+    code = Code(source=source, run=names["run"], filename=filename, tasks=out.tasks, names=names)
+    weakref.finalize(code, linecache.cache.pop, filename, None)
+    return code
 
 
 def _put(run: weakref.ref[FunctionType], name: str, call: Any) -> None:
     if (found := run()) is not None:
         found.__globals__[name] = call
-
-
-def forget(filename: str) -> None:
-    """Removes the source of a plan that is gone from linecache."""
-    linecache.cache.pop(filename, None)
 
 
 def event_count(program: Program) -> int:

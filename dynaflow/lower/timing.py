@@ -6,11 +6,14 @@ behind the graph's arguments: on CUDA of events, which it records; on CPU of not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from dynaflow._torch import Boxed
 from dynaflow.core.plan import Plan, Task
 from dynaflow.lower.compile_ops import Sizes
 from dynaflow.lower.ir import Program
@@ -73,6 +76,26 @@ def make_marks(plan: Plan, graph: OpGraph, sizes: Sizes, program: Program, segme
         count += 1
     seen = replace(plan, tasks=tuple(tasks), code="")
     return Marks(plan=seen, graph=graph, device=graph.graph.device, sizes=sizes, spans=tuple(spans), count=count, at=at)
+
+
+def marked_around(run: Boxed, device: torch.device) -> Boxed:
+    """The uncut graph with marks around it."""
+    cuda = device.type == "cuda"
+
+    def run_marked(args: list[Any]) -> Any:
+        marks = args.pop()
+        if cuda:
+            stream = torch.cuda.current_stream(device)
+            marks[0].record(stream)
+            results = run(args)
+            marks[1].record(stream)
+        else:
+            marks[0] = time.perf_counter()
+            results = run(args)
+            marks[1] = time.perf_counter()
+        return results
+
+    return run_marked
 
 
 class Branches:

@@ -14,7 +14,7 @@ from dynaflow.cost.simulate import simulate
 from dynaflow.engine.planner import Planner, PlanReady
 from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import RecordingError
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.observe.recorded import Recorded
 from dynaflow.observe.recording import reported, unheard
 from dynaflow.observe.report import Report
@@ -57,7 +57,7 @@ def reported_now(ready: PlanReady, planner: Planner, profile: Profile | None = N
     return reported(ours, calls=ROUNDS, sequence=sequence, alone=alone, predicted=_predicted(ready, profile))
 
 
-def _recorded(marked: Lowered, args: Sequence[Any], planner: Planner) -> Recorded:
+def _recorded(marked: Executable, args: Sequence[Any], planner: Planner) -> Recorded:
     with unheard() as recording:
         recording.run(marked, list(args), planner)
     (recorded,) = recording.plans

@@ -26,7 +26,7 @@ from dynaflow.core.plan_text import Span
 from dynaflow.engine import recorder
 from dynaflow.engine.planner import Planner
 from dynaflow.errors import RecordingError, shown
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.lower.timing import Marks
 from dynaflow.observe.document import Document
 from dynaflow.observe.perfetto import Shown, join, trace_of
@@ -99,7 +99,7 @@ class Recording:
 
     # While it is on
 
-    def run(self, marked: Lowered, args: list[Any], planner: Planner) -> Any:
+    def run(self, marked: Executable, args: list[Any], planner: Planner) -> Any:
         """Runs a plan that takes marks, and notes them."""
         marks = marked.marks
         assert marks is not None

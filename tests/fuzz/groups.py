@@ -17,7 +17,7 @@ import torch
 from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.plan import Task
 from dynaflow.engine.engine import Engine
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.schedule.base import Sequential
 from tests.fuzz.dice import Dice
 from tests.fuzz.graphs import RandomGraph, random_graph
@@ -45,7 +45,7 @@ class Group:
     serves: Callable[[Sizes], bool] = lambda sizes: True
     """Whether the capture holds for a size."""
 
-    def lowered(self, sizes: Sizes, seed: int) -> Lowered | None:
+    def lowered(self, sizes: Sizes, seed: int) -> Executable | None:
         args = list(self.graph.args(sizes, seed))
         planner = self.engine.planner
         request = planner.request(self.runner_of(args).graph, args)

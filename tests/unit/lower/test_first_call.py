@@ -267,7 +267,7 @@ def test_no_later_call_pays_for_it() -> None:
         (whole,) = engine_of(uncut).planner.cache.plans.values()
     assert lowered.code is not None
     assert not any(isinstance(value, Untried) for value in lowered.code.names.values())
-    assert not isinstance(whole.run, Untried)
+    assert not isinstance(whole.entry.call, Untried)
 
 
 def test_two_lanes_fail_at_once() -> None:

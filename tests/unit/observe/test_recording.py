@@ -80,14 +80,14 @@ def test_off_runs_the_very_same_function(line: Any) -> None:
     model, fast, x = line
     (lowered,) = plans_of(fast)
     source = lowered.plan.code
-    before = (lowered, lowered.run, lowered.code, lowered.code.run, lowered.code.run.__code__)
+    before = (lowered, lowered.entry.call, lowered.code, lowered.code.run, lowered.code.run.__code__)
     with torch.no_grad():
         with df.record() as recording:
             torch.testing.assert_close(fast(x), model(x))
         assert recorder.now is None and len(recording.calls) == 1
         torch.testing.assert_close(fast(x), model(x))
     (lowered,) = plans_of(fast)
-    after = (lowered, lowered.run, lowered.code, lowered.code.run, lowered.code.run.__code__)
+    after = (lowered, lowered.entry.call, lowered.code, lowered.code.run, lowered.code.run.__code__)
     assert all(a is b for a, b in zip(before, after, strict=True))
     assert lowered.plan.code == source and "marks" not in source and "clock" not in source
     assert "clock()" in lowered.marked().code.source
