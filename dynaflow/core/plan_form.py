@@ -28,8 +28,8 @@ def check_types(plan: Plan) -> None:
         if not _all_are(found, kind):
             raise _malformed(f"{what} is {shown(found)}", f"a tuple of {kind.__name__}")
     if not isinstance(plan.graph, str) or not plan.micro_batches:
-        found = f"graph={shown(plan.graph)}, {len(plan.micro_batches)} micro-batches"
-        raise _malformed(found, "a fingerprint, and at least one")
+        what = f"graph={shown(plan.graph)}, {len(plan.micro_batches)} micro-batches"
+        raise _malformed(what, "a fingerprint, and at least one")
     for m in plan.micro_batches:
         pair = m.requests is None or (_all_are(m.requests, int) and len(m.requests) == 2)
         if not pair or not _all_are((m.index, m.start, m.stop), int):
