@@ -37,7 +37,7 @@ def check_types(plan: Plan) -> None:
     for lane in plan.lanes:
         share = lane.sms is None or _all_are((lane.sms,), int)
         if not share or not _all_are((lane.priority,), int) or not is_name(lane.name):
-            raise _malformed(shown(lane), "a printable name, and integers")
+            raise _malformed(shown(lane), "a name that can be printed, and integers")
     for i, task in enumerate(plan.tasks):
         fits = _all_are(task.items, Item) and _all_are(task.after, int) and isinstance(task.replace, (str, NoneType))
         if not fits or not all(isinstance(item.op, str) and _all_are(item.micro_batches, int) for item in task.items):
@@ -122,12 +122,12 @@ def check_items(plan: Plan) -> None:
     everything = tuple(range(len(plan.micro_batches)))
     for t, task in enumerate(plan.tasks):
         if not task.items:
-            raise PlanError(f"task {t} ({task}) has 0 operators", advice=REMAKE)
+            raise PlanError(f"task {t} ({task}) has 0 operators and no function", advice=REMAKE)
         for item in task.items:
             if not item.micro_batches or list(item.micro_batches) != sorted(item.micro_batches):
                 raise PlanError(f"task {t} runs {item}: no micro-batches, or out of order", op=item.op, advice=REMAKE)
             if not set(item.micro_batches) <= set(everything):
-                what = f"task {t} runs {item} for a micro-batch that does not exist"
+                what = f"task {t} runs {item} for a micro-batch that is not there"
                 raise PlanError(what, op=item.op, advice=REMAKE)
             if task.replace and item.micro_batches != everything[item.micro_batches[0] :][: len(item.micro_batches)]:
                 raise PlanError(f"task {t} fuses {item}, which leaves out micro-batches", op=item.op, advice=REMAKE)
