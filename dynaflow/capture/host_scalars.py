@@ -3,7 +3,6 @@
 *Contract.* Consumes a fresh graph and removes these results from it, in place. Computes them beside the graph in each
 call, and inserts them among its results. Plans don't depend on numbers that nothing else uses, so a changed counter
 needs no new plan.
-
 """
 
 from __future__ import annotations
