@@ -1,6 +1,13 @@
-"""Every private torch API that dynaflow uses, each behind one small function, by subject.
+"""Every private torch API that dynaflow uses, each behind one small function.
 
-Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on 2.11.0+cu130 on CUDA, unless a line says otherwise.
+A test fails on any use of a private API elsewhere. Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on
+2.11.0+cu130 on CUDA, unless a docstring says otherwise.
+
+`dynamo` reads what Dynamo captures, `dynamo_patches` works around its errors. `aot` compiles both passes of a graph
+with AOTAutograd, `inductor` compiles one graph. `nodes` and `symbols` read fx nodes and symbolic numbers. `tensors`,
+`fakes`,
+`autograd`, `cuda`, `random` and `distributed` hold what their names say; `forks` repairs torch after a fork. `versions`
+has the version of torch and shared types. `ops/` defines the operators `torch.ops.dynaflow.*`.
 """
 
 from torch._ops import OpOverload, OpOverloadPacket

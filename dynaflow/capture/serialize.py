@@ -1,6 +1,9 @@
-"""A captured graph as bytes, for another process that would capture the same.
+"""A captured graph as bytes, for another process.
 
-Of its inputs it has names and shapes. The arguments themselves, of which some facts are read, are those of a call.
+*Contract.* `dumps` consumes a graph of calls and placeholders (no attributes or submodules, else ValueError), and does
+not
+change it. `loads` returns an equal graph: names, arguments, examples and the `meta` in SAVED_META. Example arguments
+are not stored, so `set_example_args` must supply them.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ from dynaflow import _torch
 from dynaflow.capture.captured_graph import Shape
 
 _HEADER = b"dynaflow graph 1\n"
-"""The number goes up with each change of what follows."""
+"""The number is incremented with each change of the format."""
 SAVED_META = ("nn_module_stack", "stack_trace", "custom")
-"""What nodes may tell, beside an example of their results."""
+"""Keys of `meta` that are stored, besides the example."""
 
 
 @dataclass(frozen=True, slots=True)
 class _NodeRef:
-    """A node among the arguments of another."""
+    """A node, among the arguments of another."""
 
     number: int
 
@@ -38,13 +41,13 @@ class _Node(NamedTuple):
     example: Any
     meta: dict[str, Any]
     given: tuple[str, bool] | None
-    """Of an input: where it comes from, as text, and whether a module owns it."""
+    """For an input: its source as text, and whether a module owns it."""
 
 
 def dumps(gm: fx.GraphModule) -> bytes:
-    """Raises whatever goes wrong where the graph has something that can't be written down."""
+    """Raises ValueError, or pickle's error, for a graph that can't be serialized."""
     places: dict[fx.Node, Any] = {node: _NodeRef(i) for i, node in enumerate(gm.graph.nodes)}
-    same: dict[Any, Any] = {}  # layers are alike: what is equal is written once
+    same: dict[Any, Any] = {}  # equal layers share examples and meta
     nodes = []
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
@@ -60,7 +63,7 @@ def dumps(gm: fx.GraphModule) -> bytes:
                 args=fx.map_arg(node.args, places.__getitem__),
                 kwargs=fx.map_arg(node.kwargs, places.__getitem__),
                 type=node.type,
-                example=same.setdefault(_looks(example), example),
+                example=same.setdefault(_example_key(example), example),
                 meta=meta,
                 given=_torch.graph_input(node)[:2] if node.op == "placeholder" else None,
             )
@@ -69,7 +72,7 @@ def dumps(gm: fx.GraphModule) -> bytes:
 
 
 def loads(data: bytes) -> fx.GraphModule:
-    """The graph again; `set_example_args` has to say with which arguments."""
+    """The graph, without example arguments."""
     if not data.startswith(_HEADER):
         raise ValueError("the graph was written by another version of dynaflow")
     graph = fx.Graph()
@@ -86,7 +89,7 @@ def loads(data: bytes) -> fx.GraphModule:
 
 
 def set_example_args(gm: fx.GraphModule, args: Sequence[Any]) -> None:
-    """From now on the graph is one that was captured with these arguments."""
+    """Sets the arguments that the graph counts as captured with."""
     for node, arg in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
         node.meta[_torch.GRAPH_INPUT] = (*_torch.graph_input(node)[:2], arg)
 
@@ -95,10 +98,10 @@ def has_example_args(gm: fx.GraphModule) -> bool:
     return any(_torch.GRAPH_INPUT in node.meta for node in gm.graph.find_nodes(op="placeholder"))
 
 
-def _looks(example: Any) -> Any:
-    """Equal for what need not be meta apart."""
+def _example_key(example: Any) -> Any:
+    """A key: examples with equal keys are interchangeable."""
     if type(example) in (tuple, list):
-        return type(example), tuple(map(_looks, example))
+        return type(example), tuple(map(_example_key, example))
     if _torch.is_fake(example):
         return Shape.of(example)
     return _torch.expression(example) if isinstance(example, torch.SymInt) else id(example)

@@ -1,4 +1,4 @@
-"""A dictionary of bounded size."""
+"""A dictionary of limited size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class BoundedDict(dict[Any, Any]):
-    """Forgets its oldest entry for a new one when it has `most`; `forgotten` is called then."""
+    """Drops its oldest entry when a new one would exceed `most`, and then calls `forgotten`."""
 
     def __init__(self, most: int, forgotten: Callable[[], None] | None = None) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What stands for a model: its attributes are the model's, and where the model is an nn.Module, so is the proxy.
+"""A proxy for a model: its attributes are the model's, and where the model is an nn.Module, so is the proxy.
 
-A proxy has no state beside its slots, whose names start with `_df_`. Everything else is read, set and deleted on the
+A proxy has no state but its slots, whose names start with `_df_`. All other attributes are read, set and deleted on the
 model: parameters exist once, `state_dict()` has the model's own keys, and each side sees what the other changes.
 """
 
@@ -18,11 +18,11 @@ from torch import nn
 from dynaflow.errors import DynaFlowError, user_line
 
 REACH = 4
-"""How far modules are looked for in what a function refers to."""
+"""Depth of the search for modules in the objects that a function refers to."""
 
 
 class Proxy:
-    """Stands for a callable."""
+    """A proxy for a callable."""
 
     __slots__ = ("__dict__", "__weakref__", "_df_model")
 
@@ -43,7 +43,7 @@ class Proxy:
         try:
             value = getattr(model, name)
         except AttributeError:
-            if name.startswith("_") and not name.startswith("__"):  # our own, if the model has none of that name
+            if name.startswith("_") and not name.startswith("__"):  # the proxy has it, and the model not
                 return object.__getattribute__(self, f"_df{name}")
             raise
         if torch.compiler.is_dynamo_compiling() or not isinstance(value, types.MethodType):
@@ -82,7 +82,7 @@ class Proxy:
 
 
 class ModuleProxy(Proxy, nn.Module):
-    """Stands for an nn.Module, of which it has all methods. Those that return the model return the proxy."""
+    """A proxy for an nn.Module, with all its methods. Methods that return the model return the proxy instead."""
 
     __slots__ = ()
 
@@ -92,12 +92,13 @@ class ModuleProxy(Proxy, nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """For isinstance(). Who replaces a module's class (fully_shard, parametrizations) replaces the model's."""
+        """For isinstance(). Code that replaces a module's class (fully_shard, parametrizations) replaces the
+        model's."""
         return self._df_model.__class__
 
 
 def _chained(method: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
-    """A method of a proxy that calls the model's. `name`: looked up at each call."""
+    """A proxy's method that calls the model's. `name`: look the method up at each call."""
 
     @functools.wraps(getattr(method, "__func__", method))
     def call(proxy: Proxy, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +116,7 @@ for _name, _own in vars(nn.Module).items():
 
 
 def special_methods(model: nn.Module) -> tuple[str, ...]:
-    """Those that the model's class has and not every module: Python looks for them on the class alone."""
+    """The dunder methods that the model's class adds to nn.Module. Python looks them up on the class only."""
     own = type(model)
     names = [name for name in dir(own) if name.startswith("__") and not hasattr(ModuleProxy, name)]
     return tuple(name for name in names if isinstance(getattr(own, name), types.FunctionType))
@@ -123,7 +124,7 @@ def special_methods(model: nn.Module) -> tuple[str, ...]:
 
 @functools.cache
 def with_methods(kind: Any, names: tuple[str, ...]) -> Any:
-    """The class of a proxy whose model has these special methods: `fast[0]`, `len(fast)`."""
+    """The proxy class for a model with these dunder methods: `fast[0]`, `len(fast)`."""
     methods = {name: _special(name) for name in names}
     return type(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **methods}) if names else kind
 
@@ -139,12 +140,12 @@ def _special(name: str) -> Callable[..., Any]:
 
 
 def function_of(model: Any) -> Callable[..., Any]:
-    """What has the model's parameters in its signature."""
+    """The function whose signature has the model's parameters."""
     return model.forward if isinstance(model, nn.Module) else model
 
 
 def is_async(model: Any) -> bool:
-    """Whether a call returns something to be awaited, which torch.compile takes for the result."""
+    """Whether a call returns an awaitable, which torch.compile would take for the result."""
     calls = (function_of(model), inspect.getattr_static(type(model), "__call__", None))
     return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
@@ -157,7 +158,7 @@ def _signature(model: Any) -> inspect.Signature:
 
 
 def modules_of(model: Any) -> Iterator[nn.Module]:
-    """The modules of a model; of a function, those that it refers to."""
+    """The modules of a model; for a function, the modules that it refers to."""
     seen: set[int] = set()
     layer = [model]
     for _ in range(REACH):

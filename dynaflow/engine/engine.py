@@ -22,21 +22,18 @@ from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, 
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
 from dynaflow.capture.dynamic_dims import mark_arguments
 from dynaflow.capture.higher_order import inline_subgraphs
-from dynaflow.capture.joint_graph import (
-    JointGraph,
-    TraceMismatch,
+from dynaflow.capture.joint_graph import JointGraph
+from dynaflow.capture.optimizer_ops import OptimizerInBackward
+from dynaflow.capture.result_aliasing import TraceMismatch, returns_or_writes, untraceable_views, views_returned
+from dynaflow.capture.serialize import has_example_args
+from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
+from dynaflow.capture.trace_conditions import (
     declares_regions,
     opaque_features,
     returns_gradients,
-    returns_or_writes,
     takes_nested,
-    untraceable_views,
-    views_returned,
     wants_gradients,
 )
-from dynaflow.capture.optimizer_ops import OptimizerInBackward
-from dynaflow.capture.serialize import has_example_args
-from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
 from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.stats import Stats
 from dynaflow.engine.analyzed_graph import AnalyzedGraph

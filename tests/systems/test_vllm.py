@@ -666,7 +666,7 @@ def test_where_we_stay_out_vllm_runs_as_it_is_and_says_why(
     [
         ({"scheduler": "nanoflo"}, "did you mean 'nanoflow'"),
         ({"scheduler": "nanoflow", "scheduler_options": {"pats": 3}}, "its options are"),
-        ({"scheduler": "nowhere.at_all:Mine"}, "say package.module:name"),
+        ({"scheduler": "nowhere.at_all:Mine"}, "pass package.module:name"),
         ({"schduler": "nanoflow"}, "unknown option 'schduler'"),
         ("nanoflow", r'say \{"dynaflow": \{"scheduler": "nanoflow"\}\}'),
         (["nanoflow"], r'say \{"dynaflow": \{"scheduler": "nanoflow"\}\}'),

@@ -509,7 +509,7 @@ def test_the_cost_of_a_declared_collective_is_that_of_one(teams: None) -> None:
 
 
 def test_only_operators_can_be_collectives() -> None:
-    with pytest.raises(df.PartitionError, match=r"collective: .* is no operator"):
+    with pytest.raises(df.PartitionError, match=r"collective: .* is not an operator"):
         df.collective(torch.relu, group="group")
 
 

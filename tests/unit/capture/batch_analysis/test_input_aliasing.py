@@ -341,7 +341,7 @@ def test_gradients_of_what_an_input_was_before_it_is_written(scheduler: str) -> 
         assert_equal([found, x], [wanted, y])
         grads = [torch.autograd.grad(r.square().sum(), model.weight)[0] for r in (found, wanted)]
         torch.testing.assert_close(*grads)
-    assert "'a' as it is before" in fast.stats.plain_reasons[0]
+    assert "'a' as it was before" in fast.stats.plain_reasons[0]
 
 
 def test_calls_that_are_alike_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
