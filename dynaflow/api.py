@@ -276,12 +276,12 @@ class CompiledModel(Face):
         and the uncut graph; what the model writes is put back. `profile` is for the simulator, which says what it
         expects; by default, what was measured on this machine before.
         """
-        from dynaflow.observe.live_report import reported_now
+        from dynaflow.observe.live_report import report_now
         from dynaflow.observe.recording import Recording
 
         if len(args) == 1 and not kwargs and isinstance(args[0], Recording):
             return args[0].report(self._df_engine.planner)
-        return reported_now(self._df_ready(args, kwargs), self._df_engine.planner, _checked_profile(profile))
+        return report_now(self._df_ready(args, kwargs), self._df_engine.planner, _checked_profile(profile))
 
     def _df_ready(self, args: Any, kwargs: Any) -> PlanReady:
         if (ready := self._df_engine.planner.planned(lambda: self(*args, **kwargs))) is not None:

@@ -12,7 +12,7 @@ SEQUENCE = "sequential"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class Attempt:
     """One schedule."""
 
     name: str
@@ -31,7 +31,7 @@ class Decision:
 
     chosen: str
     why: str
-    tried: tuple[Tried, ...]
+    tried: tuple[Attempt, ...]
     seconds: float = 0.0
     """That tuning took."""
 
@@ -67,5 +67,5 @@ class Decision:
     @staticmethod
     def from_json(text: str) -> Decision:
         data = json.loads(text)
-        tried = [Tried(**{**t, "measured": Timing(**t["measured"]) if t["measured"] else None}) for t in data["tried"]]
-        return Decision(**{**data, "tried": tuple(tried)})
+        tried = ({**t, "measured": Timing(**t["measured"]) if t["measured"] else None} for t in data["tried"])
+        return Decision(**{**data, "tried": tuple(Attempt(**t) for t in tried)})

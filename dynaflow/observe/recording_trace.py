@@ -1,4 +1,4 @@
-"""Recorded calls as a trace that ui.perfetto.dev and the tools of torch.profiler open."""
+"""RecordedPlan calls as a trace that ui.perfetto.dev and the tools of torch.profiler open."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from dynaflow.errors import TimelineError
 from dynaflow.observe.document import Document
-from dynaflow.observe.files import load
-from dynaflow.observe.recorded import Call
+from dynaflow.observe.readers import load
+from dynaflow.observe.recorded_plan import Call
 
 HOST = 1
 """The process of the host's threads; those of devices come behind it."""
