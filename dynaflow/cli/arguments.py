@@ -18,6 +18,7 @@ from dynaflow.core.importing import imported, searched
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
 from dynaflow.models.build import Attention, Workload, build
 from dynaflow.models.build import inputs as inputs_of
+from dynaflow.options import CUDAGRAPHS, OPERATORS
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.strategies import kind_named, make, takes_several
 
@@ -38,8 +39,8 @@ Context = Annotated[int | None, typer.Option(min=1, help="Tokens before the one 
 Layers = Annotated[int | None, typer.Option(min=1, help="Only the first ones.")]
 Where = Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on cuda, float32 on cpu.")]
-Operators = Annotated[str, typer.Option(help="inductor or eager.")]
-CudaGraph = Annotated[str | None, typer.Option(help="plan or pieces, as in df.compile.")]
+Operators = Annotated[str, typer.Option(help=f"{' or '.join(OPERATORS)}.")]
+CudaGraph = Annotated[str | None, typer.Option(help=f"{' or '.join(CUDAGRAPHS)}, as in df.compile.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
 USUAL = Workload(batch=8, prompt=64, context=64)
