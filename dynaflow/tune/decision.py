@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from dynaflow.core.json_codec import decode, encode
 from dynaflow.tune.measure import Timing
 
 SEQUENCE = "sequential"
@@ -62,10 +63,9 @@ class Decision:
             yield mark, t.name, predicted, measured, against, t.problem or t.limit
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(encode(self))
 
     @staticmethod
     def from_json(text: str) -> Decision:
-        data = json.loads(text)
-        tried = ({**t, "measured": Timing(**t["measured"]) if t["measured"] else None} for t in data["tried"])
-        return Decision(**{**data, "tried": tuple(Attempt(**t) for t in tried)})
+        """Raises ValueError if the text is not a decision."""
+        return decode(Decision, json.loads(text))

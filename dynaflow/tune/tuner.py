@@ -250,7 +250,7 @@ class Tuner:
             return None
         try:
             decision = Decision.from_json(text)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, RecursionError):
             return None
         if decision.chosen == SEQUENCE:
             return self.sequence, decision

@@ -88,7 +88,7 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "after": [0]}]}, "waits for [0]"),
         ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "after": [7]}]}, "waits for [7]"),
         ({"tasks": [{"name": "a", "lane": "x", "start": float("nan"), "end": 1}]}, "from nan to 1"),
-        ({"tasks": [{"lane": "x", "start": 0, "end": 1}]}, "tasks[0]: KeyError('name')"),
+        ({"tasks": [{"lane": "x", "start": 0, "end": 1}]}, "tasks[0].name: missing"),
         ({"tasks": [3]}, "malformed timeline: tasks[0]"),
         ({"lanes": [{"name": "x"}, {"name": "x"}]}, "two lanes"),
         ({"counters": [{"name": "m", "points": [[0, float("inf")]]}]}, "counter m"),
@@ -98,7 +98,7 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"source": "guessed"}, "planned, simulated, measured"),
         ({"format": 7}, "format 7"),
         ({"title": 3}, "expected a string"),
-        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "rows": float("inf")}]}, "OverflowError"),
+        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "rows": 1.5}]}, "rows: expected an integer"),
     ],
 )
 def test_a_wrong_document_is_told(change: dict[str, Any], told: str) -> None:
