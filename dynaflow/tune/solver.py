@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dynaflow.core.critical_path import longest_chains
+
 SCALE = 1000
 """Parts of a resource: CP-SAT counts in whole numbers."""
 STEPS = 20000
@@ -30,7 +32,7 @@ class Job:
 
 def list_schedule(jobs: Sequence[Job]) -> list[float]:
     """When each starts: of those that could, always the one with the longest path to go."""
-    path = _longest_path(jobs)
+    path = longest_chains([j.seconds for j in jobs], [j.after for j in jobs])
     missing = [len(p.after) for p in jobs]
     users = _users(jobs)
     ready = [i for i, n in enumerate(missing) if not n]
@@ -114,12 +116,3 @@ def _users(jobs: Sequence[Job]) -> list[list[int]]:
         for a in job.after:
             users[a].append(i)
     return users
-
-
-def _longest_path(jobs: Sequence[Job]) -> list[float]:
-    """From the start of each to the end of all. Pieces are given in an order that respects `after`."""
-    users = _users(jobs)
-    path = [0.0] * len(jobs)
-    for i in reversed(range(len(jobs))):
-        path[i] = jobs[i].seconds + max((path[u] for u in users[i]), default=0.0)
-    return path
