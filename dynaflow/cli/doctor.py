@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.text import Text
 
-from dynaflow.cli import arguments as of
+from dynaflow.cli import arguments
 from dynaflow.cli.output import Folded, listed, out, print_json, show, table
 from dynaflow.core import disk_cache
 from dynaflow.core.plan import Lane
@@ -44,7 +44,7 @@ def add(app: typer.Typer) -> None:
     app.command(epilog=f"Example: {EXAMPLE}")(doctor)
 
 
-def doctor(as_json: of.Json = False) -> None:
+def doctor(as_json: arguments.Json = False) -> None:
     """What this machine offers, what will work, and what to install.
 
     Exit code 1 if something essential is missing.

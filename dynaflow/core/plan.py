@@ -13,6 +13,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property, total_ordering
 from typing import Any, Protocol
 
+from dynaflow.core.json_codec import decode
 from dynaflow.errors import PlanError, shown
 
 FORMAT = 1
@@ -183,7 +184,14 @@ class Plan:
                 f"not a plan of format {FORMAT} (found {shown(found)})",
                 advice="make the plan again with this version of dynaflow",
             )
-        return _parse(data)
+        parts = {name: data[name] for name in ("graph", "micro_batches", "lanes", "tasks") if name in data}
+        try:
+            plan: Plan = decode(Plan, parts)
+        except ValueError as e:
+            raise PlanError(f"malformed plan: {e}", advice="pass what Plan.to_json() gave, unedited") from e
+        if not plan.micro_batches:
+            raise PlanError("malformed plan: no micro-batch", advice="pass what Plan.to_json() gave, unedited")
+        return plan
 
 
 class Ordered(Protocol):
@@ -210,63 +218,6 @@ def happens_before(tasks: Iterable[Ordered]) -> tuple[int, ...]:
         masks.append(mask)
         last_on[task.lane] = j
     return tuple(masks)
-
-
-def _parse(data: dict[str, Any]) -> Plan:
-    where = "plan"
-    try:
-        micro_batches = []
-        for i, m in enumerate(_list(data["micro_batches"])):
-            where = f"micro_batches[{i}]"
-            requests = None
-            if m.get("requests") is not None:
-                first, last = _list(m["requests"])
-                requests = (_int(first), _int(last))
-            micro_batches.append(
-                MicroBatch(index=_int(m["index"]), start=_int(m["start"]), stop=_int(m["stop"]), requests=requests)
-            )
-        where = "lanes"
-        lanes = []
-        for i, lane in enumerate(_list(data["lanes"])):
-            where = f"lanes[{i}]"
-            sms = None if lane.get("sms") is None else _int(lane["sms"])
-            lanes.append(Lane(name=_str(lane["name"]), sms=sms, priority=_int(lane.get("priority", 0))))
-        where = "tasks"
-        tasks = []
-        for i, t in enumerate(_list(data["tasks"])):
-            where = f"tasks[{i}]"
-            items = tuple(
-                Item(op=_str(item["op"]), micro_batches=tuple(_int(m) for m in _list(item["micro_batches"])))
-                for item in _list(t["items"])
-            )
-            replace = None if t.get("replace") is None else _str(t["replace"])
-            after = tuple(_int(a) for a in _list(t["after"]))
-            tasks.append(Task(items=items, lane=_str(t["lane"]), after=after, replace=replace))
-        where = "graph"
-        graph = _str(data["graph"])
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise PlanError(f"malformed plan: {where}: {e!r}", advice="pass the text of Plan.to_json(), unedited") from e
-    if not micro_batches:
-        raise PlanError("malformed plan: no micro-batch", advice="pass the text of Plan.to_json(), unedited")
-    return Plan(graph=graph, micro_batches=tuple(micro_batches), lanes=tuple(lanes), tasks=tuple(tasks))
-
-
-def _int(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"expected an integer, found {shown(value)}")
-    return value
-
-
-def _str(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a string, found {shown(value)}")
-    return value
-
-
-def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {shown(value)}")
-    return value
 
 
 def is_name(name: object) -> bool:

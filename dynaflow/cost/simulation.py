@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from dynaflow.core.chrome_trace import ChromeTrace
 from dynaflow.core.plan import Plan
 from dynaflow.core.plan_text import draw, resource_in_words
 from dynaflow.cost.costs import RESOURCES
@@ -86,22 +87,15 @@ class Simulation:
         return draw(self.plan, spans, width)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """A trace for Perfetto or chrome://tracing: a row per lane, a counter per resource. Times are in
-        microseconds."""
-        lanes = {name: i for i, name in enumerate(dict.fromkeys(s.lane for s in self.spans), 1)}
-        events: list[dict[str, Any]] = [_named("process_name", 0, self.device)]
-        events += [_named("thread_name", number, name) for name, number in lanes.items()]
+        """For Perfetto or chrome://tracing: a row for each lane, a curve for each resource."""
+        trace = ChromeTrace(self.device)
         for span in self.spans:
-            events.append(
-                {"ph": "X", "pid": 1, "tid": lanes[span.lane], "name": span.name, "cat": "task",
-                 "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6, "args": self._args(span)}
-            )  # fmt: skip
+            trace.slice(trace.row(self.device, span.lane), span.name, "task", span.start, span.end, self._args(span))
         names = [name for name in RESOURCES if self.busy[name] > 0]
         for load in self.loads:
             used = {name: round(load.uses.get(name, 0.0), 4) for name in names}
-            events.append({"ph": "C", "pid": 1, "name": "in use", "ts": load.start * 1e6, "args": used})
-        data = {"limit": self.limit, "source": "simulated", "seconds": self.seconds}
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": data}
+            trace.counter({"pid": 1}, "in use", load.start, used)
+        return trace.to_dict(limit=self.limit, source="simulated", seconds=self.seconds)
 
     def _args(self, span: TaskSpan) -> dict[str, Any]:
         """Details of a task that its name and times don't show."""
@@ -115,7 +109,3 @@ class Simulation:
     def to_json(self) -> str:
         """The trace as JSON text."""
         return json.dumps(self.to_chrome_trace())
-
-
-def _named(what: str, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": 1, "tid": thread, "name": what, "args": {"name": name}}

@@ -37,7 +37,7 @@ from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.context import ScheduleContext
 from dynaflow.schedule.rank_consensus import PATIENCE
-from dynaflow.tune.decision import SEQUENCE, Decision, Tried
+from dynaflow.tune.decision import SEQUENCE, Attempt, Decision
 from dynaflow.tune.measure import ROUNDS, Timing, side_by_side, timings
 from dynaflow.tune.profile import Profiler
 
@@ -59,7 +59,7 @@ class _Candidate:
     name: str
     scheduler: OpSchedulerBase
     graph: OpGraph
-    tried: Tried
+    tried: Attempt
 
     @property
     def predicted(self) -> float:
@@ -97,7 +97,7 @@ class Tuner:
             return known
         if not self.measures and not self.ranks and has_opaque_ops(self.ctx.graph.graph.gm):
             why = "what some operators do can't be predicted, and nothing is to be measured"
-            return self.sequence, Decision(chosen=SEQUENCE, why=why, tried=(Tried(name=SEQUENCE),))
+            return self.sequence, Decision(chosen=SEQUENCE, why=why, tried=(Attempt(name=SEQUENCE),))
         if self.measures:
             self.trials.lowered(self.sequence)  # which is compiled in any case: no part of the time for tuning
             self.start = time.perf_counter()
@@ -105,7 +105,7 @@ class Tuner:
         found = list(self._planned())
         # Uncut, it is timed as a whole; cut, layers that are alike are looked at once, which is sooner done.
         graph = self._uncut() if self.measures or not found else found[0].graph
-        first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=graph, tried=Tried(name=SEQUENCE))
+        first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=graph, tried=Attempt(name=SEQUENCE))
         # What is measured in any case needs no good prediction; and ranks' clocks differ, and with them what they find.
         if self.measures and len(found) > self.most and not self.ranks:
             with contextlib.suppress(NoRoom):
@@ -150,7 +150,7 @@ class Tuner:
                 continue
             seen.add(made.plan)
             self.say(f"planned {name}")
-            yield _Candidate(name=name, scheduler=scheduler, graph=made.graph, tried=Tried(name=name))
+            yield _Candidate(name=name, scheduler=scheduler, graph=made.graph, tried=Attempt(name=name))
 
     def _uncut(self) -> OpGraph:
         graph: OpGraph = self.trials.plan(self.sequence).graph
@@ -250,7 +250,7 @@ class Tuner:
             return None
         try:
             decision = Decision.from_json(text)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, RecursionError):
             return None
         if decision.chosen == SEQUENCE:
             return self.sequence, decision

@@ -344,7 +344,7 @@ def test_a_copy_has_the_scheduler_of_the_moment(copied: Callable[[Any], Any]) ->
     fast.set_scheduler(Halves())
     assert len(copied(fast).plan(X).micro_batches) == 2
     fast.set_scheduler("nanoflow", parts=3)
-    assert copied(fast)._df_options["scheduler_options"] == {"parts": 3}
+    assert copied(fast)._df_options.scheduler_options == {"parts": 3}
 
 
 @pytest.mark.parametrize("copied", COPIES)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import dynaflow as df
 from dynaflow.cli import app, main
-from dynaflow.tune.paste import configuration
+from dynaflow.tune.snippet import code_snippet
 
 ONE_LAYER = ["simulate", "--model", "llama-3-70b", "--layers", "1", "--device", "b200", "--tp", "8"]
 
@@ -121,7 +121,7 @@ def test_tune_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_configuration_that_can_be_pasted() -> None:
-    text = configuration(
+    text = code_snippet(
         [
             ({"x": (8, 4), "y": (2,)}, "nanoflow(parts=2)"),
             ({"x": (8, 5), "y": (2,)}, "prefetch(comm_overlap(parts=3))"),

@@ -25,8 +25,8 @@ from dynaflow.lower.segments import make_segments
 from dynaflow.lower.timing import make_marks
 from dynaflow.observe import recording as recordings
 from dynaflow.observe.document import Document
-from dynaflow.observe.files import of_trace, read
 from dynaflow.observe.page import page
+from dynaflow.observe.readers import of_trace, read
 from tests.helpers import STACK_RULES, Each, Stack, compiled, pretend_graphs, randn
 from tests.unit.lower.test_shape_polymorphic import CUTS, Stretching
 from tests.zoo import ZOO
@@ -325,7 +325,7 @@ def test_launches_of_one_graph_have_one_set_of_times(line: Any) -> None:
         calls = [recordings._Raw(marks, moments, i, i + 1.0, "thread", "Line", owner, None) for i in range(3)]
         recording._raw[marks.key] = deque(calls)
     assert [bool(call.spans) for call in recording.calls] == [False, False, True]
-    assert f"2 without the times of tasks: {recordings.AGAIN}" in str(recording)
+    assert f"2 without the times of tasks: {recordings.LAST_LAUNCH_ONLY}" in str(recording)
     assert recording.plans[0].median is recording.calls[-1]
 
 
@@ -428,19 +428,19 @@ def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.M
     moments = [Mark("m", [], 2000.0 + i) for i in range(marks.count)]
     owner = weakref.ref(engine_of(fast).planner)
     with df.record() as recording:
-        recording._bases[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
+        recording._clock_events[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
         recording._raw[marks.key] = deque([recordings._Raw(marks, moments, 1.0, 2.0, "t", "Line", owner, 7)])
     (call,) = recording.calls
     assert call.spans == tuple((pytest.approx(1.5 + a / 1e3), pytest.approx(1.5 + b / 1e3)) for a, b in marks.spans)
-    assert recordings._events[device] == moments and recordings._taken(2, device) == moments[-2:]
+    assert recordings._events[device] == moments and recordings._take_events(2, device) == moments[-2:]
 
 
 def test_a_recording_ends_while_a_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the first one on its device."""
     with df.record() as recording:
-        late = lambda device: recording._bases.setdefault(torch.device("cuda", 1), (None, 0.0))  # noqa: E731
+        late = lambda device: recording._clock_events.setdefault(torch.device("cuda", 1), (None, 0.0))  # noqa: E731
         monkeypatch.setattr(torch.cuda, "synchronize", late)
-        recording._bases[torch.device("cuda", 0)] = (None, 0.0)
+        recording._clock_events[torch.device("cuda", 0)] = (None, 0.0)
     assert recording.calls == ()
 
 

@@ -26,8 +26,8 @@ from dynaflow.core.plan_text import draw
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
 from dynaflow.observe.document import Counter, Document, TimedTask
-from dynaflow.observe.files import of_trace, read
 from dynaflow.observe.page import baselines, levels, page, scales
+from dynaflow.observe.readers import of_trace, read
 from dynaflow.observe.summary import AFTER, BEFORE, BETWEEN, summarize
 from dynaflow.observe.timelines import of_plan, of_simulation, of_spans
 from tests.helpers import STACK_RULES, Each, Stack, compiled, graph_of
@@ -88,7 +88,7 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "after": [0]}]}, "waits for [0]"),
         ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "after": [7]}]}, "waits for [7]"),
         ({"tasks": [{"name": "a", "lane": "x", "start": float("nan"), "end": 1}]}, "from nan to 1"),
-        ({"tasks": [{"lane": "x", "start": 0, "end": 1}]}, "tasks[0]: KeyError('name')"),
+        ({"tasks": [{"lane": "x", "start": 0, "end": 1}]}, "tasks[0].name: missing"),
         ({"tasks": [3]}, "malformed timeline: tasks[0]"),
         ({"lanes": [{"name": "x"}, {"name": "x"}]}, "two lanes"),
         ({"counters": [{"name": "m", "points": [[0, float("inf")]]}]}, "counter m"),
@@ -98,7 +98,7 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"source": "guessed"}, "planned, simulated, measured"),
         ({"format": 7}, "format 7"),
         ({"title": 3}, "expected a string"),
-        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "rows": float("inf")}]}, "OverflowError"),
+        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "rows": 1.5}]}, "rows: expected an integer"),
     ],
 )
 def test_a_wrong_document_is_told(change: dict[str, Any], told: str) -> None:
@@ -195,7 +195,7 @@ def test_the_critical_path_goes_over_lanes() -> None:
         task("c", "x", 5.5, 6.0, after=(1,)),
         task("d", "y", 5.0, 5.2),
     ))  # fmt: skip
-    assert found.path == (0, 1, 3) and found.held == (-1, 0, 0, 1, 1)
+    assert found.path == (0, 1, 3) and found.blocked_by == (-1, 0, 0, 1, 1)
     assert [tuple(s) for s in found.on_path] == [("long", 4.0, 1), ("l.*.a", 1.0, 1), ("c", 0.5, 1)]
     assert found.waiting == pytest.approx(0.5)
 
@@ -256,7 +256,8 @@ def test_many_tasks_at_one_moment() -> None:
     """Each is held up by the one before it, which is not looked for among all of them."""
     began = time.perf_counter()
     found = summarize(document(*(task(f"t{i}", "x", 0.0, 0.0) for i in range(20000))))
-    assert found.held == tuple(range(-1, 19999)) and time.perf_counter() - began < 20.0, "it takes tenths of a second"
+    assert found.blocked_by == tuple(range(-1, 19999))
+    assert time.perf_counter() - began < 20.0, "it takes tenths of a second"
 
 
 def test_one_scale_and_what_is_compared() -> None:
