@@ -80,7 +80,7 @@ def test_the_names_that_there_are() -> None:
         (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "did you mean 'parts'? its options are parts=2"),
         (["--strategy", "sequential", "--option", "parts=3"], "it has no options"),
         (["--strategy", "branches", "--option", "x=3"], "do: its options are lanes=4, cuts=..., wait=5e-06"),
-        (["--option", "parts"], "say name=value"),
+        (["--option", "parts"], "write name=value"),
         (["--device", "b200x8", "--tp", "4"], "shared by 4"),
         (["--tp", "3"], "can't be divided among 3 GPUs"),
         (["--ep", "2"], "has no experts"),
