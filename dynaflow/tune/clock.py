@@ -1,6 +1,6 @@
 """A clock for device time: without the host's time and without the overhead of the clock.
 
-On CUDA the device is kept busy until the host has issued all timed work. A power-limited card gets slower after a
+On CUDA the device stays busy until the host has issued all timed work. A power-limited card gets slower after a
 while, by a tenth and more: so it warms up first, and the work that keeps it busy is the same as the timed work.
 """
 
