@@ -674,7 +674,7 @@ def test_where_we_stay_out_vllm_runs_as_it_is_and_says_why(
         ({"scheduler": "nanoflow", "scheduler_options": ["parts"]}, r"(?s)scheduler_options=.*options by name"),
         ({"scheduler": "nanoflow", "scheduler_options": 3}, r"(?s)scheduler_options=.*options by name"),
         ({"scheduler": "nanoflow", "scheduler_options": {"parts": 0}}, "pass 1 or more"),
-        ({"scheduler": "nanoflow", "scheduler_options": {"parts": "2"}}, "parts='2' is no int"),
+        ({"scheduler": "nanoflow", "scheduler_options": {"parts": "2"}}, "parts='2' is not an int"),
         ({"scheduler": ["nanoflow"]}, "is no scheduler"),
         ({"scheduler": 0}, "is no scheduler"),
         ({"scheduler": "nanoflow", "batch_dims": {"x": 1}}, "option 'batch_dims' is not for vLLM"),
@@ -703,5 +703,5 @@ def test_where_vllm_turns_its_compilation_off_we_say_so(caplog: pytest.LogCaptur
 
 
 def test_a_class_of_ones_own_that_is_no_scheduler(model: str) -> None:
-    with pytest.raises(ScheduleError, match="is no scheduler"):
+    with pytest.raises(ScheduleError, match="is not a scheduler"):
         configured(model, additional_config={"dynaflow": {"scheduler": "collections:OrderedDict"}})

@@ -667,6 +667,9 @@ def test_vllms_workers_and_runners_have_what_is_wrapped_once() -> None:
     wrapped = WorkerWrapperBase.initialize_from_config.__wrapped__
     assert list(inspect.signature(wrapped).parameters) == ["self", "kv_cache_configs"]
     assert not hasattr(wrapped, "__wrapped__")
+    integration.unplug()
+    assert WorkerWrapperBase.initialize_from_config is wrapped
+    integration.plugin()
 
 
 # Where we are wanted

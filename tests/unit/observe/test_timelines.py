@@ -335,7 +335,7 @@ def test_torch_s_profiler_can_be_read(tmp_path: Path) -> None:
     ("text", "told"),
     [
         (None, "can't be read: No such file"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("3", "neither a plan, nor a timeline, nor a trace"),
         ('{"a": 1}', "neither a plan"),
         ('{"traceEvents": []}', "no complete event"),

@@ -181,7 +181,7 @@ def test_a_scheduler_of_ones_own_by_name() -> None:
     for name, message in (
         ("tests.unit.strategies.test_strategies:Missing", "no scheduler"),
         ("no.such.module:Own", "no scheduler"),
-        ("tests.unit.strategies.test_strategies:X", "is no scheduler"),
+        ("tests.unit.strategies.test_strategies:X", "is not a scheduler"),
     ):
         with pytest.raises(df.ScheduleError, match=message):
             strategies.make(name)
@@ -191,10 +191,10 @@ def test_a_scheduler_of_ones_own_by_name() -> None:
 
 def test_options_are_judged_by_plain_annotations() -> None:
     for options, told in [
-        ({"parts": "abc"}, "parts='abc' is no int"),
-        ({"parts": 2.5}, "parts=2.5 is no int"),
-        ({"sms": "many"}, "sms='many' is no int or None"),
-        ({"attention": 3}, "attention=3 is no str"),
+        ({"parts": "abc"}, "parts='abc' is not an int"),
+        ({"parts": 2.5}, "parts=2.5 is not an int"),
+        ({"sms": "many"}, "sms='many' is not an int or None"),
+        ({"attention": 3}, "attention=3 is not a str"),
     ]:
         with pytest.raises(df.ScheduleError, match=re.escape(f"strategy 'nanoflow': {told}")):
             strategies.make("nanoflow", **options)

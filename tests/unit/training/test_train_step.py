@@ -218,7 +218,7 @@ def test_what_cant_be_split_is_refused() -> None:
         step(1.0, 2.0)
     with pytest.raises(df.SplitError, match="'x' has tensors inside"):
         step([x, x], y)
-    with pytest.raises(df.SplitError, match=r"no scalar, but a tensor of shape \[2, 3\]"):
+    with pytest.raises(df.SplitError, match=r"not a scalar but a tensor of shape \[2, 3\]"):
         step_of(model)(x)
     with pytest.raises(df.SplitError, match="in_flight=0"):
         step_of(model, in_flight=0)
