@@ -18,7 +18,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.batch_analysis.input_aliasing import InputAliasing, written_inputs
-from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
+from dynaflow.capture.batch_analysis.probe import ProbeFailed, Unschedulable, probe
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
 from dynaflow.capture.dynamic_dims import mark_arguments
 from dynaflow.capture.higher_order import inline_subgraphs
@@ -249,7 +249,7 @@ class Engine:
         graph = CapturedGraph(copy_module(gm), self.parameters, self.batch_dims)
         try:
             return bool(InputAliasing(written_inputs(graph, probe(graph, ()))).find(given))
-        except (Contradiction, Unschedulable):  # it runs plainly in any case
+        except (ProbeFailed, Unschedulable):  # it runs plainly in any case
             return True
 
     def _held(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:

@@ -16,8 +16,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow._torch import Boxed
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape
+from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape, concrete
 from dynaflow.capture.op_registry import direct_calls, has_opaque_ops, is_never_captured, is_opaque
 from dynaflow.core import forks
 from dynaflow.core.fx_graphs import canonical, copy_module

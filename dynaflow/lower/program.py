@@ -16,8 +16,7 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import OpaqueValue, Shape, per_row
+from dynaflow.capture.captured_graph import OpaqueValue, Shape, concrete, per_row
 from dynaflow.core.memory_layout import is_dense
 from dynaflow.core.plan import MicroBatch, Plan, Task, happens_before
 from dynaflow.lower.compile_ops import Operators, Sizes, Source, strides_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from dynaflow.capture.batch_analysis.probe import concrete
+from dynaflow.capture.captured_graph import concrete
 from dynaflow.core.plan import Item, Lane, Plan, Task, one_by_one
 from dynaflow.core.plan_form import check_form
 from dynaflow.core.plan_text import Span, steps_of

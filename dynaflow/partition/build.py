@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.probe import Probe
-from dynaflow.capture.batch_analysis.signatures import Merged, dim_in
+from dynaflow.capture.batch_analysis.node_facts import Probe
+from dynaflow.capture.batch_analysis.signatures import MergedDim, dim_in
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.collectives import group_of
 from dynaflow.capture.node_info import module_stack, source_line, target_names
@@ -180,7 +180,7 @@ class _Build:
             return Result(number=_torch.number(node.meta.get("example_value")))
         place = next(iter(self.probe.dims(node)), None)
         return Result(
-            dim=None if isinstance(place, Merged) else place,
+            dim=None if isinstance(place, MergedDim) else place,
             shape=self.graph.shapes.get(node),
             storages=frozenset(self.cut.storages(node)),
             input=self.cut.input_of.get(self.cut.argument_of(node)),

@@ -22,7 +22,7 @@ from torch import fx
 
 from dynaflow.capture.annotations import marks_of, tag_tuple
 from dynaflow.capture.batch_analysis.aten_calls import RNG
-from dynaflow.capture.batch_analysis.probe import Probe
+from dynaflow.capture.batch_analysis.node_facts import Probe
 from dynaflow.capture.collectives import waited
 from dynaflow.capture.node_info import ORIGIN, module_calls, module_stack, names_of, target_names
 from dynaflow.capture.optimizer_ops import UPDATE

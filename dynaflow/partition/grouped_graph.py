@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.probe import NodeFacts, Probe
+from dynaflow.capture.batch_analysis.node_facts import NodeFacts, Probe
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.node_info import target_names
 from dynaflow.core.fx_graphs import results_of

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from dynaflow.capture.batch_analysis.probe import NodeFacts, Probe
+from dynaflow.capture.batch_analysis.node_facts import NodeFacts, Probe
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.op_registry import followed
 from dynaflow.partition.build import build
