@@ -1,4 +1,4 @@
-"""Every private torch API that dynaflow uses, each behind one small function.
+"""Every private torch API that dynaflow uses, each in one small function.
 
 A test fails on any use of a private API elsewhere. Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on
 2.11.0+cu130 on CUDA, unless a docstring says otherwise.

@@ -336,13 +336,13 @@ def keep_sums_in_shape(gm: fx.GraphModule) -> bool:
             summed = [node.args[1]] if isinstance(node.args[1], int) else node.args[1]
             dims = sorted(d % value.dim() for d in summed or range(value.dim()))
             node.args, node.meta["val"] = (*node.args[:2], False, *node.args[3:]), value.squeeze(dims)
-            kept, users = node, tuple(node.users)
+            last, users = node, tuple(node.users)
             for d in dims:
-                with gm.graph.inserting_after(kept):
-                    inner, kept = kept, gm.graph.call_function(aten.unsqueeze.default, (kept, d))
-                kept.meta = {**node.meta, "val": inner.meta["val"].unsqueeze(d)}
+                with gm.graph.inserting_after(last):
+                    inner, last = last, gm.graph.call_function(aten.unsqueeze.default, (last, d))
+                last.meta = {**node.meta, "val": inner.meta["val"].unsqueeze(d)}
             for user in users:
-                user.replace_input_with(node, kept)
+                user.replace_input_with(node, last)
     if results:
         gm.recompile()
     ends = [node.args[0] if node.target is aten.expand.default else node for node in output.all_input_nodes]

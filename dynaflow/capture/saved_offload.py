@@ -1,4 +1,4 @@
-"""Values saved for the backward pass, kept in host memory meanwhile.
+"""Offloads values saved for the backward pass to host memory.
 
 *Contract.* Changes a forward graph, and then its backward graph, in place. Large saved values that the caller does not
 get are stored to the host where they are made (`dynaflow.store`) and fetched at their first use in the backward graph

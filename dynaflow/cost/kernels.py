@@ -324,9 +324,9 @@ class Recorder(_torch.TorchDispatchMode):
             for storage, count in call.reads.items():
                 if inputs_of[i].get(storage) not in inside:
                     reads[storage] = min(reads.get(storage, 0) + count, self._sizes[storage])
-            kept = {s: n for s, n in call.writes.items() if s in wanted or users[i] - inside}
-            writes |= kept
-            sizes |= {call.size} if kept else set()
+            used = {s: n for s, n in call.writes.items() if s in wanted or users[i] - inside}
+            writes |= used
+            sizes |= {call.size} if used else set()
         by_kernels = any(self._calls[u].kernels for i in members for u in users[i])
         if not writes or (largest <= _INLINED and not writes.keys() & wanted and not by_kernels):
             return []

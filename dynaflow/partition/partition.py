@@ -7,7 +7,7 @@ graph does. Does not change the captured graph. Raises PartitionError if a rule 
 1. claim:  which nodes a rule or a mark wants, and under which name (`claims`).
 2. order:  which node must come after which: by data, by memory that one of them writes, by declared state.
 3. group:  nodes of one claim join one operator unless that forms a cycle; each connected run of unclaimed nodes becomes
-an operator too. Nodes that mix rows are kept apart from those that don't, which can be split.
+an operator too. Nodes that mix rows are separated from those that don't, which can be split.
 4. build:  each group becomes an operator with a graph of its own (`build`).
 """
 

@@ -122,7 +122,7 @@ def _refused_without_rule(call: Call, name: str, carries: bool) -> Refusal | Non
     for tensor in call.inputs():
         dim, found, shape = call.dim_of(tensor), call.batch_dims(tensor), tuple(tensor.shape)
         if found and (found != [dim] or shape[found[0]] % call.rows):
-            return call.refuse(f"takes a tensor of shape {shape}, in which the rows can't be told apart")
+            return call.refuse(f"takes a tensor of shape {shape}, in which the rows can't be distinguished")
         if dim is not None and not found:
             return call.refuse(f"takes a tensor of shape {shape} that has lost its rows")
     sizes = view_rules.SIZES.get(name, ()) if carries or name in view_rules.GROWING else ()
@@ -165,7 +165,7 @@ def _checked(call: Call, answer: Signature | Dims | Refusal) -> Dims | Refusal:
     for out, place in zip(call.outs, dims, strict=True):
         dim, shape, found = dim_in(place), tuple(out.shape), call.batch_dims(out)
         if found != ([] if dim is None else [dim]) or any(shape[d] % call.rows for d in found):
-            return call.refuse(f"makes a tensor of shape {shape}, in which the rows can't be told apart")
+            return call.refuse(f"makes a tensor of shape {shape}, in which the rows can't be distinguished")
     for place, tensor in zip(dims, call.returned(), strict=False):
         if tensor is not None and place != call.batch_dim_of(tensor):
             return call.refuse("writes its result to a tensor that carries the batch elsewhere")

@@ -225,14 +225,14 @@ def _indexed(call: Call) -> tuple[list[Operand], Labels, Labels] | None:
     if any(i.dtype in (torch.bool, torch.uint8) for i in given):
         return None
     dims = [dim for dim, i in enumerate(indices) if i is not None]
-    kept = dim_labels(tensor.ndim, dims)
+    labels = dim_labels(tensor.ndim, dims)
     block: Labels = broadcast_labels(max((i.ndim for i in given), default=0))
     # The block of adjacent indices stays in their place; that of others comes first.
     first = dims[0] if dims and dims == list(range(dims[0], dims[-1] + 1)) else 0
     rest = [d for d in range(tensor.ndim) if d not in dims]
     picked = (*(d for d in rest if d < first), *block, *(d for d in rest if d >= first))
-    operands = [Operand(tensor, kept), *(Operand(i, broadcast_labels(i.ndim), stretches=True) for i in given)]
-    return operands, kept, picked
+    operands = [Operand(tensor, labels), *(Operand(i, broadcast_labels(i.ndim), stretches=True) for i in given)]
+    return operands, labels, picked
 
 
 def _index(call: Call) -> Signature | Refusal:
@@ -247,10 +247,10 @@ def _index_put(call: Call) -> Signature | Refusal:
     tensor, values = call["self"], call["values"]
     found = _indexed(call)
     if found is not None:
-        operands, kept, picked = found
+        operands, labels, picked = found
         extra = len(picked) - values.ndim
         aligned = picked[extra:] if extra >= 0 else (MIXED,) * values.ndim
-        return Signature([*operands, Operand(values, aligned, stretches=True)], [kept])
+        return Signature([*operands, Operand(values, aligned, stretches=True)], [labels])
     given = [(dim, i) for dim, i in enumerate(call["indices"]) if i is not None]
     if len(given) > 1 or values.numel() != 1:
         return call.refuse("by a mask takes its values in the order of all rows")
