@@ -176,7 +176,7 @@ class CompiledModel(Proxy):
         try:
             return self._df_latest(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as e:
-            if not _torch.waits_for_a_trace(e, (args, kwargs)):
+            if not _torch.wait_for_other_trace(e, (args, kwargs)):
                 raise
         finally:
             if marks.undo:  # a capture failed half-way
@@ -210,7 +210,7 @@ class CompiledModel(Proxy):
                 call.captured = True
                 raise
             except RuntimeError as e:
-                if not _torch.waits_for_a_trace(e, (args, kwargs)):
+                if not _torch.wait_for_other_trace(e, (args, kwargs)):
                     raise
                 return self(*args, **kwargs)
             call.captured = True
@@ -456,7 +456,7 @@ del backend
 def __getattr__(name: str) -> Any:
     """`backend`, which torch asks for before it traces a model for it."""
     if name == "backend":
-        _torch.teach_dynamo(TRACED)
+        _torch.patch_dynamo(TRACED)
         return _backend
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

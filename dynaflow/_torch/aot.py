@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from dynaflow._torch.inductor import results_kept_apart
+from dynaflow._torch.inductor import preserve_aliasing
 from dynaflow._torch.versions import Boxed
 
 
@@ -73,7 +73,7 @@ def compile_passes(
     if not rewrite:
         settings |= {"pattern_matcher": False, "joint_graph_constant_folding": False}
     # Folded constants may precede the sizes they depend on. Inductor sorts the graph if custom passes exist.
-    settings |= results_kept_apart()
+    settings |= preserve_aliasing()
     with (
         torch._functorch.config.patch(options),
         torch._inductor.config.patch(settings),
@@ -108,7 +108,7 @@ def _scalars_stay_inputs(gm: fx.GraphModule) -> Iterator[None]:
         TensorifyState.force_specializations -= names
 
 
-def hold(value: Any, results: Sequence[Any]) -> None:
+def keep_alive(value: Any, results: Sequence[Any]) -> None:
     """Keeps a value alive as long as the results' autograd graph. Seen on 2.13."""
     for result in results:
         node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None

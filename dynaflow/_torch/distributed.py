@@ -119,7 +119,7 @@ def ranks_of(groups: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def exchange(prefix: str, mine: int, ranks: Sequence[int], said: str, patience: timedelta) -> dict[int, str]:
+def exchange_texts(prefix: str, mine: int, ranks: Sequence[int], said: str, patience: timedelta) -> dict[int, str]:
     """Writes a text to the store of the default process group, and returns the texts that the ranks wrote in time.
 
     Seen on 2.11 and 2.13.
@@ -151,7 +151,7 @@ def symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     return symmetric.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def meet_in(buffer: torch.Tensor | None, group: str) -> torch.Tensor:
+def rendezvous(buffer: torch.Tensor | None, group: str) -> torch.Tensor:
     """Maps the group's symmetric memory on each rank. From 2.13's source; not run."""
     import torch.distributed._symmetric_memory as symmetric
 

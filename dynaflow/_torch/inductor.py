@@ -15,7 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from dynaflow._torch import nodes
-from dynaflow._torch.nodes import looked_at
+from dynaflow._torch.nodes import view_base
 from dynaflow._torch.symbols import Symbols
 from dynaflow._torch.versions import TORCH, Boxed
 from dynaflow.core import forks
@@ -93,11 +93,11 @@ def no_cpp_compiler() -> str:
     try:
         get_cpp_compiler()
     except Exception as e:  # InvalidCxxCompiler, or an OSError if CXX can't be run
-        return reason(e)
+        return compiler_message(e)
     return ""
 
 
-def is_compilers(error: BaseException) -> bool:
+def is_compiler_error(error: BaseException) -> bool:
     """Whether an error of a call comes from the compiler and not from the compiled code: a kernel failed to compile
     during the call, or a guard in the generated code failed. Seen on 2.11 and 2.13."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -116,7 +116,7 @@ def is_compilers(error: BaseException) -> bool:
 _COMPILING = ("triton.", "torch._inductor.async_compile", "torch._inductor.codecache", "torch._inductor.cpp_builder")
 
 
-def reason(error: BaseException) -> str:
+def compiler_message(error: BaseException) -> str:
     """A compiler's error message in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])
@@ -152,7 +152,7 @@ def compile_operator(
     def inner(graph: Any, given: Sequence[Any], **options: Any) -> Any:
         if len(given) == len(inputs):  # else some were dropped, or merged
             options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *static})
-        shaped = TORCH >= (2, 13) or keep_sums_in_shape(graph)
+        shaped = TORCH >= (2, 13) or fix_reduced_shapes(graph)
         with torch._inductor.config.patch({} if shaped else {"triton.mix_order_reduction": False}):
             try:
                 made.append((compile_fx_inner(graph, given, **options), len(given)))
@@ -165,7 +165,7 @@ def compile_operator(
     # A hit in AOTAutograd's cache returns the wrapper only. Inductor's own cache stays on.
     cache = torch._functorch.config.enable_autograd_cache and not direct
     caching = torch._functorch.config.patch(enable_autograd_cache=cache)
-    apart = torch._inductor.config.patch(results_kept_apart())
+    apart = torch._inductor.config.patch(preserve_aliasing())
     with tracing(context), caching, apart, _assume_host_inputs_aligned(inputs):
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
@@ -187,7 +187,7 @@ def compile_operator(
     return call_and_bump_versions
 
 
-def results_kept_apart() -> dict[str, Any]:
+def preserve_aliasing() -> dict[str, Any]:
     """Settings that preserve the aliasing of a graph's results as traced: Inductor returns `x` for `x * torch.ones(4)`,
     and
     lets `as_strided` view an input in place of a copy of it. Two passes, before and after Inductor's rewrites, insert
@@ -218,11 +218,11 @@ def results_kept_apart() -> dict[str, Any]:
         (output,) = graph.find_nodes(op="output")
         if isinstance(output.args[0], fx.Node):  # a subgraph
             return
-        output.meta[key] = [looked_at(node) for node in output.args[0]]
+        output.meta[key] = [view_base(node) for node in output.args[0]]
         for node in graph.find_nodes(op="call_function", target=write):
-            node.meta[key] = looked_at(node.args[1])
+            node.meta[key] = view_base(node.args[1])
         for node in graph.find_nodes(op="call_function", target=stride):
-            node.meta[key] = looked_at(node.args[0])
+            node.meta[key] = view_base(node.args[0])
 
     def copy(graph: fx.Graph) -> None:
         (output,) = graph.find_nodes(op="output")
@@ -241,7 +241,7 @@ def results_kept_apart() -> dict[str, Any]:
             return copies[own]
 
         for node in graph.find_nodes(op="call_function", target=stride):
-            base = looked_at(node.args[0])
+            base = view_base(node.args[0])
             own = node.meta.pop(key, base)
             if own is not base and base.op == "placeholder":  # whose storage offset is unknown
                 node.args = (copy_of(own, base), *node.args[1:])
@@ -250,14 +250,14 @@ def results_kept_apart() -> dict[str, Any]:
         for i, node in enumerate(results[: len(before) - gradients]):
             if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
-            base = looked_at(node)
+            base = view_base(node)
             own = base if base.op == "placeholder" else known.setdefault(base, before[i])
             if own is not before[i]:
                 with graph.inserting_before(output):
                     results[i] = _same_view(graph, node, base, copy_of(before[i], base))
         output.args = (type(output.args[0])(results),)
         for node in graph.find_nodes(op="call_function", target=write):
-            base = looked_at(node.args[1])
+            base = view_base(node.args[1])
             if node.meta.pop(key, base) is not base and base.op == "placeholder":  # the base may be written before
                 with graph.inserting_after(node.args[1]):
                     made = copied(graph, node.args[1], torch.ops.dynaflow.copy.default)
@@ -321,7 +321,7 @@ def inductor_settings(settings: Mapping[str, Any]) -> contextlib.AbstractContext
     return torch._inductor.config.patch(dict(settings))
 
 
-def keep_sums_in_shape(gm: fx.GraphModule) -> bool:
+def fix_reduced_shapes(gm: fx.GraphModule) -> bool:
     """Works around a bug before 2.13: with mix_order_reduction Inductor returns sums of several dims as
     one-dimensional. Views
     of sums are right, so `keepdim` becomes an unsqueeze after the sum. Returns False if that does not cover all

@@ -129,7 +129,7 @@ class CapturedGraph:
         """Equal calls were merged across regions, so a declaration about a region may not hold for its calls."""
         self.merged: dict[Any, dict[str, tuple[Any, ...]]] = {}
         """Batch axes -> name -> dims, of values with the rows merged with another dim. Set by the probe."""
-        self.partial = _torch.is_part(gm) if partial is None else partial
+        self.partial = _torch.is_partial_graph(gm) if partial is None else partial
         self.grad = torch.is_grad_enabled() and phase == "inference"
         make_contiguous(gm)
         drop_unused_numbers(gm)
@@ -190,7 +190,7 @@ class CapturedGraph:
         if isinstance(size, torch.SymInt):
             expr = _torch.expression(size)
             if expr.is_Symbol and size.node.has_hint():
-                self.hints[expr] = _torch.hinted(size)
+                self.hints[expr] = _torch.hint_of(size)
 
     @cached_property
     def device(self) -> torch.device:
@@ -310,7 +310,7 @@ def make_batch_dynamic(
     """
     tensors = example_tensors(gm, parameters)
     undo = []
-    dims = dims_to_mark(tensors, declared, requests, _torch.is_part(gm), parameters, dynamic)
+    dims = dims_to_mark(tensors, declared, requests, _torch.is_partial_graph(gm), parameters, dynamic)
     static = {
         input_name(_torch.graph_input(node)[0], parameters): node.meta["example_value"]
         for node in gm.graph.find_nodes(op="placeholder")

@@ -64,7 +64,7 @@ class JointGraph:
         self._training, self._merged_calls = training, merged_calls
         self._parameters, self._declared = parameters, declared
         self._offload = SavedOffload(offload_saved, offload_most) if training and offload_saved is not None else None
-        self._partial = _torch.is_part(gm)
+        self._partial = _torch.is_partial_graph(gm)
         self._inputs = [fx.Graph().node_copy(node) for node in gm.graph.find_nodes(op="placeholder")]
         """Of Dynamo's graph, which is freed."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
@@ -84,7 +84,7 @@ class JointGraph:
 
     def _step_inserter(self, optimizer: OptimizerInBackward) -> StepInserter:
         real = [_torch.graph_input(node)[2] for node in self._inputs]
-        if any(_torch.wrapped_tensors(tensor) not in (None, 1) for tensor in real):
+        if any(_torch.count_inner_tensors(tensor) not in (None, 1) for tensor in real):
             raise DynaFlowError(
                 "optimizer=: a weight consists of several tensors",
                 advice="compile without optimizer=, and call the optimizer's step() yourself",

@@ -126,13 +126,13 @@ class StepInserter:
 
 def base(node: fx.Node) -> fx.Node:
     """The base of a view; the node itself, if it is not a view."""
-    *_, found = _torch.looked_through(node)
+    *_, found = _torch.view_chain(node)
     return found
 
 
 def _is_of_one_tensor(view: fx.Node) -> bool:
     """Whether a view depends on its base only, so that it can be recomputed from it."""
-    return all(len(n.all_input_nodes) == 1 for n in _torch.looked_through(view) if n.op != "placeholder")
+    return all(len(n.all_input_nodes) == 1 for n in _torch.view_chain(view) if n.op != "placeholder")
 
 
 def _layer(gradient: fx.Node) -> str:

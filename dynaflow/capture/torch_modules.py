@@ -55,7 +55,7 @@ def _in_trace(
 
 def _traced_rnn(kind: str) -> Callable[..., Any]:
     def rnn(input: Tensor, *args: Any) -> Any:
-        _torch.break_where_cast(input)
+        _torch.break_if_autocast(input)
         packed = isinstance(args[2], (list, tuple))  # the weights, after batch_sizes and the state
         batch_sizes, hidden, *rest = (*args, False) if packed else (None, *args)
         states = list(hidden) if kind == "lstm" else [hidden]

@@ -85,7 +85,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         name: str = "model",
     ) -> None:
-        _torch.teach_dynamo(TRACED)
+        _torch.patch_dynamo(TRACED)
         self.name, self.offload = name, (offload_saved, offload_most)
         self.updates = None if optimizer is None else OptimizerInBackward(optimizer)
         self.batch_dims, self.verify, self.parameters = batch_dims, verify, parameters
@@ -107,7 +107,7 @@ class Engine:
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
-        self._breaks = _torch.breaks()
+        self._breaks = _torch.graph_break_reasons()
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
         requests = self._requests()
@@ -122,7 +122,7 @@ class Engine:
     def look_for_graphs(self) -> None:
         """After a first call: says why, if the model was not captured at all."""
         if not self.stats.graphs:
-            self.stats.plain_reasons.extend(_torch.breaks() - self._breaks or [NOT_CAPTURED])
+            self.stats.plain_reasons.extend(_torch.graph_break_reasons() - self._breaks or [NOT_CAPTURED])
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
@@ -186,7 +186,7 @@ class Engine:
                 assert engine is not None, "captured by a compiled model that is gone"
                 written.update(_torch.written_inputs())
                 if training and engine.operators.mode == "eager":
-                    _torch.draw_by_seed(part)
+                    _torch.draw_from_seeds(part)
                 return passes.call(engine._runner(passes.read(part, backward)).boxed, backward)
             except Exception as e:
                 ours.append(e)
@@ -194,7 +194,7 @@ class Engine:
                     raise
                 engine.stats.plain_graphs += 1
                 engine.stats.plain_reasons.append(fall_back(e, f"the backward pass of {engine.name}"))
-                return _torch.boxed_forward(_torch.with_own_draws(part))
+                return _torch.boxed_forward(_torch.with_compiled_draws(part))
 
         try:
             made = _torch.compile_passes(
@@ -228,7 +228,7 @@ class Engine:
 
     def _plain(self, gm: fx.GraphModule, why: str) -> PlainRunner:
         self.stats.graphs += 1
-        self.stats.graph_breaks += _torch.is_part(gm)
+        self.stats.graph_breaks += _torch.is_partial_graph(gm)
         self.stats.plain_graphs += 1
         self.stats.plain_reasons.append(why)
         return PlainRunner(self.planner, gm, why)
@@ -263,7 +263,7 @@ class Engine:
             if _torch.in_forward_mode():
                 return plain(*args)
             results = made(*args)
-            _torch.hold(engine_of(), results)
+            _torch.keep_alive(engine_of(), results)
             if notes:
                 _torch.note_unused(results)
             if any(results[i].requires_grad for i in without):

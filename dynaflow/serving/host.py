@@ -108,8 +108,8 @@ class Kept(abc.ABC):
 
     @classmethod
     def captured(cls, gm: fx.GraphModule, host: Any) -> Kept:
-        _torch.serializable(cls)
-        _torch.each_source_once()
+        _torch.register_serializable(cls)
+        _torch.cache_traced_sources()
         kept = cls(copy_module(gm), host)  # Dynamo still looks at the graph that it handed out
         try:
             kept._written = dumps(gm)

@@ -236,7 +236,7 @@ class Tuner:
             return found
         prefix = f"dynaflow/tune/{self.number}/{self.exchanges}"
         self.exchanges += 1
-        heard = _torch.exchange(prefix, _torch.rank(), self.ranks, json.dumps(found), PATIENCE)
+        heard = _torch.exchange_texts(prefix, _torch.rank(), self.ranks, json.dumps(found), PATIENCE)
         everyone = [json.loads(text) for text in heard.values()]
         return [[max(times) for times in zip(*(them[i] for them in everyone), strict=True)] for i in range(len(found))]
 

@@ -124,7 +124,7 @@ class FakeRun(fx.Interpreter):
         else:
             self._call_memoized(node, facts)
             if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
-                facts.value = _torch.hinted(node.meta.get("example_value"))
+                facts.value = _torch.hint_of(node.meta.get("example_value"))
         # 2. rows
         self.batch_numbers.visit(node, facts.value, not tensors_in(facts.value) and self._reads_other_dims(node))
         self._drop_chance_labels(node, facts.value)

@@ -163,7 +163,7 @@ class InputAliasing:
         return seen.found if seen is not None and seen.holds(args) else self._look(args)
 
     def _look(self, args: list[Any]) -> tuple[Overlap, ...]:
-        inside = {i: held for i, arg in enumerate(args) if (held := _torch.held_tensors(arg)) is not None}
+        inside = {i: held for i, arg in enumerate(args) if (held := _torch.inner_tensors(arg)) is not None}
         places = {i: p for i, arg in enumerate(args) if i not in inside and (p := _place(arg)) is not None}
         written = frozenset(range(len(args))) if self.written is None else self.written
         if inside:

@@ -117,7 +117,7 @@ class MemoEntry:
         look, over = result.look, None if result.over is None else given[result.over]
         if look is None:
             return result.value if over is None else over
-        made = _torch.fake_again(mode, look.size, look.stride, look.offset, look.dtype, look.device, over)
+        made = _torch.make_fake(mode, look.size, look.stride, look.offset, look.dtype, look.device, over)
         label(made, look.dims)
         return made
 

@@ -503,7 +503,7 @@ def sums(x: Tensor) -> tuple[Tensor, ...]:
 def test_sums_that_are_returned_keep_their_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Inductor would flatten them (tests/gpu has such a case): the dimensions that are kept stand in a view."""
     traced = make_fx(sums, tracing_mode="fake")(randn(4, 6, 8))
-    assert not _torch.keep_sums_in_shape(traced), "the sum over rows of matrices is a matrix, without a view"
+    assert not _torch.fix_reduced_shapes(traced), "the sum over rows of matrices is a matrix, without a view"
     names = [node.target for node in traced.graph.find_nodes(op="output")[0].args[0]]
     assert [name is torch.ops.aten.unsqueeze.default for name in names] == [True, True, True, False, False, False]
     x = randn(4, 6, 8)
@@ -524,4 +524,4 @@ def test_a_sum_behind_an_expansion_that_changes_nothing() -> None:
     def row(x: Tensor) -> tuple[Tensor, ...]:
         return x.sum((0, 1)), x.sum(0, keepdim=True).expand(1, 6, 8)
 
-    assert not _torch.keep_sums_in_shape(make_fx(row, tracing_mode="fake")(randn(4, 6, 8)))
+    assert not _torch.fix_reduced_shapes(make_fx(row, tracing_mode="fake")(randn(4, 6, 8)))
