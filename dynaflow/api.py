@@ -423,7 +423,7 @@ def _simulated(ready: PlanReady, device: str | None = None, profile: Profile | N
 def _checked_profile(profile: Any) -> Profile | None:
     known = isinstance(profile, Mapping) and all(isinstance(key, tuple) and len(key) == 3 for key in profile)
     if profile is not None and not known:
-        raise validate.wrong("profile", profile, "pass what fast.profile(**inputs) gave")
+        raise validate.invalid("profile", profile, "pass what fast.profile(**inputs) gave")
     return profile
 
 

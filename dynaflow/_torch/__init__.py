@@ -5,9 +5,8 @@ A test fails on any use of a private API elsewhere. Seen to work on torch 2.11.0
 
 `dynamo` reads what Dynamo captures, `dynamo_patches` works around its errors. `aot` compiles both passes of a graph
 with AOTAutograd, `inductor` compiles one graph. `nodes` and `symbols` read fx nodes and symbolic numbers. `tensors`,
-`fakes`,
-`autograd`, `cuda`, `random` and `distributed` hold what their names say; `forks` repairs torch after a fork. `versions`
-has the version of torch and shared types. `ops/` defines the operators `torch.ops.dynaflow.*`.
+`fakes`, `autograd`, `cuda`, `random` and `distributed` hold what their names say; `forks` repairs torch after a fork.
+`versions` has the version of torch and shared types. `ops/` defines the operators `torch.ops.dynaflow.*`.
 """
 
 from torch._ops import OpOverload, OpOverloadPacket

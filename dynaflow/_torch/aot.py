@@ -40,9 +40,8 @@ def compile_passes(
     would, and returns a callable that runs it. Without gradients there is one graph.
 
     `native`: torch's own kernels run the graphs. `native_random`: torch's generator draws random numbers, not
-    Inductor's
-    seeds. `rewrite`: Inductor may fold constants, and drop casts that round. `merge_calls`: equal calls become one
-    (CSE). Seen on 2.11 and 2.13.
+    Inductor's seeds. `rewrite`: Inductor may fold constants, and drop casts that round. `merge_calls`: equal calls
+    become one (CSE). Seen on 2.11 and 2.13.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -153,8 +152,7 @@ def unused_results() -> frozenset[int]:
 
 def results_of_gradients() -> list[int]:
     """For each gradient that the backward graph takes, the position of its result in the forward graph. Seen on 2.11
-    and
-    2.13."""
+    and 2.13."""
     meta = _traced()
     kinds = ("non_alias", "unsafe_view_alias", "custom_function_view")
     written = [meta.input_info[i] for i in meta.mutated_inp_runtime_indices]
@@ -216,8 +214,7 @@ def first_result() -> int:
 
 def fresh_results() -> list[int]:
     """Positions of the forward graph's results that AOTAutograd traced as no view of an input or of another result.
-    Seen on
-    2.11 and 2.13."""
+    Seen on 2.11 and 2.13."""
     meta = _traced()
     infos = enumerate(meta.output_info, first_result())
     return [i for i, info in infos if info.output_type.name == "non_alias"]

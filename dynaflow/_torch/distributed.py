@@ -24,8 +24,8 @@ def propagate_sharding(
     dim_of: Callable[[torch.Tensor], int | None],
 ) -> SimpleNamespace:
     """Asks DTensor's sharding rules. Returns `shards`, the dim on which each output is sharded (None if it is not, or
-    not
-    only), and `changes`, the arguments that DTensor would replace, each with its replacement. Seen on 2.11 and 2.13."""
+    not only), and `changes`, the arguments that DTensor would replace, each with its replacement. Seen on 2.11 and
+    2.13."""
     from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema

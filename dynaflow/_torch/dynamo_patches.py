@@ -126,9 +126,8 @@ SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t
 
 def _break_where_traces_go_wrong() -> None:
     """Breaks the graph at in-place shape changes and assignments to `data`: Python code that Dynamo traces later would
-    see
-    the old shape. Also at calls that fail on fake tensors: they may work in eager mode, as a jvp of a slice does, and
-    if not, the user sees the eager error. Seen on 2.11 and 2.13."""
+    see the old shape. Also at calls that fail on fake tensors: they may work in eager mode, as a jvp of a slice does,
+    and if not, the user sees the eager error. Seen on 2.11 and 2.13."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._dynamo.variables import builder, builtin, tensor
     from torch._dynamo.variables.tensor import TensorVariable

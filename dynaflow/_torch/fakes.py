@@ -14,8 +14,7 @@ import torch
 @contextlib.contextmanager
 def concrete_fake_mode() -> Iterator[Any]:
     """A mode for fake tensors with concrete sizes, which give the shapes, strides and aliasing of a run. Seen on 2.11
-    and
-    2.13."""
+    and 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

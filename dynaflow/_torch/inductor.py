@@ -137,8 +137,8 @@ def compile_operator(
     `static`: inputs whose address never changes and is aligned: kernels skip the alignment check of those.
     `direct`: all results are tensors, so the compiled code can be called without AOTAutograd's wrapper where that is a
     no-op. This halves the overhead.
-    `failed`: returns a replacement for a backward pass that fails to compile, which happens late.
-    Seen on 2.11 and 2.13.
+    `failed`: returns a replacement for a backward pass that fails to compile, which happens late. Seen on 2.11 and
+    2.13.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -189,9 +189,8 @@ def compile_operator(
 
 def preserve_aliasing() -> dict[str, Any]:
     """Settings that preserve the aliasing of a graph's results as traced: Inductor returns `x` for `x * torch.ones(4)`,
-    and
-    lets `as_strided` view an input in place of a copy of it. Two passes, before and after Inductor's rewrites, insert
-    the missing copies. Seen on 2.11 and 2.13."""
+    and lets `as_strided` view an input in place of a copy of it. Two passes, before and after Inductor's rewrites,
+    insert the missing copies. Seen on 2.11 and 2.13."""
     import torch._inductor.config as config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -323,9 +322,8 @@ def inductor_settings(settings: Mapping[str, Any]) -> contextlib.AbstractContext
 
 def fix_reduced_shapes(gm: fx.GraphModule) -> bool:
     """Works around a bug before 2.13: with mix_order_reduction Inductor returns sums of several dims as
-    one-dimensional. Views
-    of sums are right, so `keepdim` becomes an unsqueeze after the sum. Returns False if that does not cover all
-    sums."""
+    one-dimensional. Views of sums are right, so `keepdim` becomes an unsqueeze after the sum. Returns False if that
+    does not cover all sums."""
     aten = torch.ops.aten
     sums = (aten.sum.dim_IntList, aten.prod.dim_int, aten.amax.default, aten.amin.default)
     (output,) = gm.graph.find_nodes(op="output")

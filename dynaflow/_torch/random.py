@@ -31,8 +31,7 @@ def draw_from_seeds(gm: fx.GraphModule) -> None:
 
 def with_compiled_draws(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph, runnable uncompiled: its seeds draw the same numbers as those of another, compiled pass. Seen on 2.11
-    and
-    2.13."""
+    and 2.13."""
     if not draws_from_seeds(gm):
         return gm
     from torch._inductor import inductor_prims

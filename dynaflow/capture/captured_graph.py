@@ -20,7 +20,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.collectives import make_contiguous
-from dynaflow.capture.dtensor_inputs import use_shards
+from dynaflow.capture.dtensor_inputs import use_local_shards
 from dynaflow.capture.higher_order import drop_unused_numbers
 from dynaflow.capture.host_scalars import HostScalars
 from dynaflow.capture.node_info import unwrapped
@@ -100,9 +100,8 @@ class CapturedGraph:
     """The graph of one capture, and what is known of its inputs.
 
     *Contract.* The constructor consumes a fresh graph, and changes it in place: collectives get contiguous inputs,
-    unused
-    numbers, results made of numbers, and local shards are taken out. After that the graph does not change. Raises
-    SplitError if `declared` names an input that the graph does not have.
+    unused numbers, results made of numbers, and local shards are taken out. After that the graph does not change.
+    Raises SplitError if `declared` names an input that the graph does not have.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class CapturedGraph:
         drop_unused_numbers(gm)
         self.host_scalars = HostScalars(gm)
         """Results computed from numbers only."""
-        self.shards = use_shards(gm)
+        self.shards = use_local_shards(gm)
         """Positions of DTensor inputs, for which the graph takes the local shard."""
         tensors = example_tensors(gm, parameters)
         self.declared = batch_dims_of(tensors, declared, self.partial, parameters) if declared is not None else {}

@@ -1,9 +1,8 @@
 """Inserts an optimizer's steps into the backward graph: one `torch.ops.dynaflow.update` per layer.
 
 *Contract.* Consumes the forward graph (read only) and then the backward graph, which it changes in place: weights
-become
-inputs, each layer gets an update after the last use of its weights, and the updated gradients become None. Raises
-DynaFlowError for graphs with breaks and for sparse gradients. The order of the other nodes does not change.
+become inputs, each layer gets an update after the last use of its weights, and the updated gradients become None.
+Raises DynaFlowError for graphs with breaks and for sparse gradients. The order of the other nodes does not change.
 
 An update writes weights, so all uses of these must be visible: saved views of weights are recomputed from the weights.
 """
@@ -47,7 +46,7 @@ class StepInserter:
         self._added: list[str] = []
         """Weights that the backward graph takes in addition to the saved values."""
 
-    def look_at_forward(self, gm: fx.GraphModule) -> None:
+    def read_forward(self, gm: fx.GraphModule) -> None:
         self._places = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
         (output,) = gm.graph.find_nodes(op="output")
         for node in output.args[0]:

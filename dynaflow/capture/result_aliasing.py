@@ -1,7 +1,9 @@
 """Which results of a graph share memory, with one another or with inputs: it must be as in eager mode.
 
-AOTAutograd and Inductor get it wrong in some cases. `untraceable_views` recognizes those that need another way to run;
-`check_views` and `copy_aliases` check and repair a traced forward graph; `without_bases` repairs the results of a call.
+*Contract.* `untraceable_views` reads Dynamo's graph and recognizes cases that AOTAutograd gets wrong, for which the
+caller needs another way to run. `check_views` and `copy_aliases` take AOTAutograd's forward graph, with the eager
+`Aliasing`: the first raises TraceMismatch, the second inserts missing copies in place. `without_bases` wraps a call.
+Values don't change.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dynaflow.core.importing import imported, searched
+from dynaflow.core.importing import import_object, on_sys_path
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
 from dynaflow.models.build import Attention, Situation, build
 from dynaflow.models.build import inputs as inputs_of
@@ -98,8 +98,8 @@ def given(
 
 
 def _own(name: str) -> Given:
-    with searched(os.getcwd()):  # as `python -m` does: the user's own file is most likely in this folder
-        function = imported(name, "function")
+    with on_sys_path(os.getcwd()):  # as `python -m` does: the user's own file is most likely in this folder
+        function = import_object(name, "function")
     try:
         found = function()
     except Exception as e:
@@ -190,7 +190,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 def scheduler_named(strategy: str, options: list[str] | None) -> OpSchedulerBase:
     """A strategy by its name, or a class of the user's by where it is."""
-    with searched(os.getcwd()):
+    with on_sys_path(os.getcwd()):
         kind = kind_named(strategy)
         return make(strategy, **dict(_option(text, kind) for text in options or ()))
 

@@ -1,9 +1,8 @@
 """From aten calls to kernels: what Inductor would launch for an operator, without compiling it.
 
 *Contract.* `Recorder` observes the aten calls of one run on fake tensors, and `kernels` returns what would be launched,
-in
-order. The run itself is not changed. Calls that are more than a loop over elements stay kernels of their own. Loops are
-fused if one uses the other's result and no kernel lies between them. A fused kernel's traffic is what it reads from
+in order. The run itself is not changed. Calls that are more than a loop over elements stay kernels of their own. Loops
+are fused if one uses the other's result and no kernel lies between them. A fused kernel's traffic is what it reads from
 outside, and those of its results that are used outside.
 """
 

@@ -26,7 +26,7 @@ from dynaflow.capture.joint_graph import JointGraph
 from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.capture.result_aliasing import TraceMismatch, returns_or_writes, untraceable_views, views_returned
 from dynaflow.capture.serialize import has_example_args
-from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
+from dynaflow.capture.torch_modules import TRACED, remove_noop_dropouts, replace_embedding_bags
 from dynaflow.capture.trace_conditions import (
     declares_regions,
     opaque_features,
@@ -141,12 +141,12 @@ class Engine:
                 self.refuse(gm)
             if takes_nested(gm):
                 return self._plain(gm, "it takes nested tensors, whose sizes are no numbers")
-            left_out = leave_out_dropouts(gm)
+            left_out = remove_noop_dropouts(gm)
             training = wants_gradients(gm)
             if not training and returns_gradients(gm):
                 return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
             inline_subgraphs(gm, training=training)
-            keep_bags(gm)
+            replace_embedding_bags(gm)
             if training or opaque_features(gm) is not None:
                 if left_out and returns_or_writes(gm, left_out):  # AOTAutograd would not know what they are
                     return self._plain(gm, "what a dropout returns that drops nothing is returned or written")

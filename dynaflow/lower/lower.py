@@ -14,7 +14,7 @@ import torch
 
 from dynaflow._torch import Boxed
 from dynaflow.capture.captured_graph import CapturedGraph, Input, is_named
-from dynaflow.core.plan import Plan, Task, one_by_one
+from dynaflow.core.plan import Plan, Task, operator_by_operator
 from dynaflow.core.stats import Stats
 from dynaflow.lower.codegen import Code, event_count, forget, generate
 from dynaflow.lower.compile_ops import CompilerFailed, Condition, Operators, Sizes, Source
@@ -327,7 +327,7 @@ class Lowerer:
                 lowered = self._uncut(job)
                 self._as_graph(job, lowered)
                 return lowered
-            job = replace(job, plan=one_by_one(job.plan, job.graph.by_name))
+            job = replace(job, plan=operator_by_operator(job.plan, job.graph.by_name))
         program, plan = self._program(job, pieces=True, outside=outside)
         held_out = frozenset(
             s for s, step in enumerate(program.steps)

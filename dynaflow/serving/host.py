@@ -27,7 +27,7 @@ from dynaflow.capture.captured_graph import input_name
 from dynaflow.capture.op_registry import arguments, by_rows, call_directly, opaque_ops
 from dynaflow.capture.serialize import dumps, loads, set_example_args
 from dynaflow.core import forks
-from dynaflow.core.disk_cache import only_mine
+from dynaflow.core.disk_cache import check_private
 from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.plan import Plan
 from dynaflow.engine.engine import Engine
@@ -143,7 +143,7 @@ class Kept(abc.ABC):
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Kept:
         if (folder := cls.folder()) is not None:  # to unpickle is to run whatever somebody wrote there
-            only_mine(folder)
+            check_private(folder)
         return cls(loads(data))
 
     @classmethod

@@ -27,7 +27,7 @@ from dynaflow import _torch
 from dynaflow.capture.op_registry import has_opaque_ops
 from dynaflow.core.device import device_for
 from dynaflow.core.disk_cache import DiskCache
-from dynaflow.core.plan_text import resource_in_words
+from dynaflow.core.plan_text import resource_label
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
 from dynaflow.engine.snapshot import NoRoom, Snapshot
@@ -183,7 +183,7 @@ class Tuner:
         except Exception as e:  # a prediction is a help, and never a duty
             candidate.tried = replace(candidate.tried, problem=f"can't be simulated: {_first_line(e)}")
             return candidate
-        limit = resource_in_words(run.limit, run.device)
+        limit = resource_label(run.limit, run.device)
         candidate.tried = replace(candidate.tried, predicted=run.seconds, limit=limit)
         return candidate
 

@@ -7,9 +7,8 @@ identical calls, and `batch_sizes` follows numbers that depend on the batch size
 `row_rules` decides on one operator call: where are the rows of its results, or why can't it be split? It dispatches to
 `view_rules` (operators that move elements), `compute_rules`, `module_rules` (our recurrent and embedding operators),
 `custom_op_rules` (declared operators and collectives), `higher_order_rules` (flex_attention), and `dtensor_rules`
-(DTensor's
-sharding rules, for all other operators). Rules return a `Signature` (`signatures`). `aten_calls` has helpers for
-labels.
+(DTensor's sharding rules, for all other operators). Rules return a `Signature` (`signatures`). `aten_calls` has helpers
+for labels.
 
 `input_aliasing` looks at the memory of a call's arguments, which the probe can't see.
 """

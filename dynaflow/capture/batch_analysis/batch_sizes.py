@@ -1,17 +1,14 @@
 """Which numbers in a graph follow from the batch size, and which of them are multiples of it.
 
 *Contract.* `BatchNumbers.visit` takes the nodes in the graph's order, with their results in the probe. Then `follows`
-and
-`is_multiple` answer for each node. Nothing is changed.
+and `is_multiple` answer for each node. Nothing is changed.
 
 Numbers that follow from the batch size are recomputed for each micro-batch. That is right for a size, and wrong for a
-value:
-`x / (B - 1)` means the whole batch. This includes inputs: a backward pass may get `B - 1` as an input.
+value: `x / (B - 1)` means the whole batch. This includes inputs: a backward pass may get `B - 1` as an input.
 
 A multiple of the batch is `k * n` for every batch size `n` and for all other sizes: `4 * B * T // 3` is none, though it
-is for
-`T = 3`. One expression does not show that, as it may be simplified for the whole batch. So the number is computed for
-several sizes, by the calls that compute it for a micro-batch.
+is for `T = 3`. One expression does not show that, as it may be simplified for the whole batch. So the number is
+computed for several sizes, by the calls that compute it for a micro-batch.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ def collective_rule(call: Call) -> Signature | Refusal:
     elif name in ELEMENTWISE or name in EXCHANGING:
         along = 0 if name in EXCHANGING else None
     else:
-        return call.refuse("is no collective whose rows can be followed")
+        return call.refuse("is a collective without a row rule")
     mixed = {id(t): () if along is None else (wrap_dim(along, t.ndim),) for t in tensors}
     if any(call.dim_of(t) in mixed[id(t)] for t in tensors):
         return call.refuse("moves rows of the batch between ranks")
     if len({t.ndim for t in tensors}) != 1:
-        return call.refuse("is no collective whose rows can be followed")
+        return call.refuse("is a collective without a row rule")
     labels = [dim_labels(t.ndim, mixed[id(t)]) for t in tensors]
     return Signature([Operand(t, at) for t, at in zip(tensors, labels, strict=True)], [labels[0]])
 

@@ -1,9 +1,8 @@
 """DTensor's sharding rules, for operators without a row rule.
 
 *Contract.* Takes a call whose arguments are labelled. Returns the dim of the batch in each output, or a refusal, also
-if
-DTensor has no rule or fails. Neither reads nor changes the user's distributed state: the mesh has no process group, and
-the rules run on a copy of DTensor's tables. Answers are cached, as equal layers ask the same.
+if DTensor has no rule or fails. Neither reads nor changes the user's distributed state: the mesh has no process group,
+and the rules run on a copy of DTensor's tables. Answers are cached, as equal layers ask the same.
 
 Splitting the batch in two is sharding it over two devices: if DTensor would run the call on the shards without moving
 or reducing anything, the rows are independent.

@@ -6,10 +6,8 @@ inputs whose own elements overlap, of which one is written. Changes nothing. In 
 The probe assumes that a write to one input is not seen through another. Dynamo guarantees that only for inputs that are
 one
 object: the same captured graph may be called with tensors that overlap in memory. So each call of a graph that writes
-an input
-is checked, by bytes. If each row overlaps only the same row of the other input (`Overlap.in_step`), a probe with
-aliased inputs can still split the graph. Any other overlap can't be split.
-
+an input is checked, by bytes. If each row overlaps only the same row of the other input (`Overlap.in_step`), a probe
+with aliased inputs can still split the graph. Any other overlap can't be split.
 """
 
 from __future__ import annotations

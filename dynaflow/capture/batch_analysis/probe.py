@@ -2,14 +2,12 @@
 
 *Contract.* Consumes a captured graph and its batch axes. Returns a Probe: for each node the storages that it reads and
 writes, whether its result is a view, the dim on which the result carries the batch, and why the node can't be split
-along it,
-if so. Does not change the graph, but for `graph.merged`. Raises Unschedulable for a graph that must run uncut, and
-ProbeFailed if no probe size works.
+along it, if so. Does not change the graph, but for `graph.merged`. Raises Unschedulable for a graph that must run
+uncut, and ProbeFailed if no probe size works.
 
 Each batch axis gets a size that occurs nowhere else in the model: twice a large prime. So a dim whose size is a
-multiple of
-that prime carries the batch. Which row an element belongs to is decided by position alone. So after a node that mixes
-rows, and runs for the whole batch, its result may be cut again along the dim that has the batch's size.
+multiple of that prime carries the batch. Which row an element belongs to is decided by position alone. So after a node
+that mixes rows, and runs for the whole batch, its result may be cut again along the dim that has the batch's size.
 
 1. reject: inputs with overlapping windows, and sizes that depend on data.
 2. choose: primes that divide no other size of the graph, the likeliest to work first.

@@ -1,10 +1,8 @@
 """Memoizes the calls of a fake run: identical calls, as a model's layers make them, run once.
 
 Calls are identical if they call one function with arguments that can't be distinguished: equal numbers, and tensors of
-equal
-layout, dtype, device and labels that share memory in the same way. Calls with other arguments, or with effects other
-than on memory, are not memoized.
-
+equal layout, dtype, device and labels that share memory in the same way. Calls with other arguments, or with effects
+other than on memory, are not memoized.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """May a call of an ATen operator be split along the batch, and where do its outputs carry it?
 
 *Contract.* `follow_rows` takes one call of a fake run, in which the batch has `rows` rows: twice a prime that divides
-no other
-size. Returns a dim for each output (None: it is the same for all rows), or a `Refusal`. Changes nothing. In doubt, it
-refuses.
+no other size. Returns a dim for each output (None: it is the same for all rows), or a `Refusal`. Changes nothing. In
+doubt, it refuses.
 
 A split is legal if for every range of rows, the call on that range of its arguments returns that range of its outputs.
-Which
-row an element belongs to is decided by position alone. Sizes that follow from the batch are recomputed for the range.
+Which row an element belongs to is decided by position alone. Sizes that follow from the batch are recomputed for the
+range.
 
 Rules are tried in this order: the pointwise tag; exact rules for operators that move elements; a table for operators
 that compute; declarations of custom operators; DTensor's sharding rules.

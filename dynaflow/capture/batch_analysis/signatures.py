@@ -1,10 +1,10 @@
 """How the dimensions of an operator's arguments line up with those of its results.
 
-A rule describes one operator call by a `Signature`: a label for every dimension of every tensor
-argument and of every output. Dimensions with equal labels run in step (index i of one belongs to
-index i of the other); a dimension labelled `MIXED` is one along which the operator combines, reorders
-or counts elements. `propagate` then follows the batch: the call may be split by rows exactly when all
-tensors that carry the batch carry it under one label and every output has that label too.
+A rule describes one operator call by a `Signature`: a label for every dimension of every tensor argument and of every
+output. Dimensions with equal labels run in step (index i of one belongs to index i of the other); a dimension labelled
+`MIXED` is one along which the operator combines, reorders or counts elements. `propagate` then follows the batch: the
+call may be split by rows exactly when all tensors that carry the batch carry it under one label and every output has
+that label too.
 
 Nothing here knows single operators, and nothing here keeps state.
 """
@@ -62,8 +62,8 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Labels of a call. Arguments not among `operands` must be shared; an output without labels
-    (None) does not depend on any row. The last entry of `outs` stands for all further outputs."""
+    """Labels of a call. Arguments not among `operands` must be shared; an output without labels (None) does not depend
+    on any row. The last entry of `outs` stands for all further outputs."""
 
     operands: list[Operand]
     outs: list[Labels | None]
@@ -246,8 +246,8 @@ def propagate(call: Call, signature: Signature) -> Dims | Refusal:
 
 
 def parse_signature(call: Call, text: str) -> Signature:
-    """Parses a signature, e.g. "?ik,iJ,Jk->ik" for addmm: one word for each tensor argument in the
-    order of the schema, then one for each output.
+    """Parses a signature, e.g. "?ik,iJ,Jk->ik" for addmm: one word for each tensor argument in the order of the schema,
+    then one for each output.
 
     small letter   a dimension of independent slices, in step with all of the same letter
     capital        a mixed dimension
