@@ -74,7 +74,8 @@ class Overlap:
         """Whether each row of one input overlaps only the same row of the other, for a probe's batch.
 
         No node may take both: torch rejects writes to a part of what a call reads, but recognizes that for some slices
-        only. """
+        only.
+        """
         if self.one == self.other or self.wrapped:
             return False
         nodes = [graph.inputs[i].node for i in (self.one, self.other)]

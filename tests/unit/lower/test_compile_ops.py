@@ -347,9 +347,9 @@ def test_tensors_on_the_host_count_as_aligned_beside_those_of_a_device() -> None
     host = torch.empty(4)
     with FakeTensorMode(allow_non_fake_inputs=True):
         device = torch.empty(4, device="cuda")
-    with _torch.inductor._hosts_alignment_is_nothing([host, 7, device]), ThreadPoolExecutor(1) as another:
+    with _torch.inductor._assume_host_inputs_aligned([host, 7, device]), ThreadPoolExecutor(1) as another:
         assert aligned() and not another.submit(aligned).result()
-    with _torch.inductor._hosts_alignment_is_nothing([host, 7]):
+    with _torch.inductor._assume_host_inputs_aligned([host, 7]):
         assert not aligned()
 
 
