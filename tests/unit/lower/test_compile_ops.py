@@ -359,12 +359,12 @@ def test_kernels_of_a_device_lie_in_inductors_folder(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("TRITON_CACHE_DIR")
     with _torch.Symbols().mode:
         host, device = torch.empty(2), torch.empty(2, device="cuda:1")
-    _torch.inductor._say_where_kernels_are_kept([3, host])
+    _torch.inductor._set_triton_cache_dir([3, host])
     assert "TRITON_CACHE_DIR" not in os.environ
-    _torch.inductor._say_where_kernels_are_kept([3, host, device])
+    _torch.inductor._set_triton_cache_dir([3, host, device])
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton" / "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
-    _torch.inductor._say_where_kernels_are_kept([device])
+    _torch.inductor._set_triton_cache_dir([device])
     assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
 
 
