@@ -183,7 +183,7 @@ class CompiledModel(Proxy):
         try:
             return self._df_latest(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as e:
-            if not _torch.waits_for_a_trace(e, (args, kwargs)):
+            if not _torch.wait_for_other_trace(e, (args, kwargs)):
                 raise
         finally:
             if marks.undo:  # a capture failed
@@ -217,7 +217,7 @@ class CompiledModel(Proxy):
                 call.captured = True
                 raise
             except RuntimeError as e:
-                if not _torch.waits_for_a_trace(e, (args, kwargs)):
+                if not _torch.wait_for_other_trace(e, (args, kwargs)):
                     raise
                 return self(*args, **kwargs)
             call.captured = True
@@ -434,7 +434,7 @@ def _simulated(ready: PlanReady, device: str | None = None, profile: Profile | N
 def _checked_profile(profile: Any) -> Profile | None:
     known = isinstance(profile, Mapping) and all(isinstance(key, tuple) and len(key) == 3 for key in profile)
     if profile is not None and not known:
-        raise validate.wrong("profile", profile, "pass what fast.profile(**inputs) gave")
+        raise validate.invalid("profile", profile, "pass what fast.profile(**inputs) gave")
     return profile
 
 
@@ -467,7 +467,7 @@ del backend
 def __getattr__(name: str) -> Any:
     """`backend`, which torch looks up before it traces a model for it."""
     if name == "backend":
-        _torch.teach_dynamo(TRACED)
+        _torch.patch_dynamo(TRACED)
         return _backend
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,6 +1,8 @@
 """Which results the gradient of an input comes from.
 
-If the loss depends on no such result, the gradient is None in eager mode, where AOTAutograd returns zeros.
+*Contract.* Reads Dynamo's graph (`results_of_inputs`), and then the backward graph (`sources_of_gradients`). Changes
+nothing. If a loss depends on none of the returned results, the gradient is None in eager mode, where AOTAutograd
+returns zeros.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ def sources_of_gradients(
     that is unknown.
 
     These are the results whose gradients it is computed from, and those that depend on the input, as `reached` says,
-    whose
-    gradients of zeros the graph need not show. `results`: for each gradient that the graph takes, the position of its
-    result in the forward graph; `own`: that position in the model's graph, or less than 0 for an input that is written.
+    whose gradients of zeros the graph need not show. `results`: for each gradient that the graph takes, the position of
+    its result in the forward graph; `own`: that position in the model's graph, or less than 0 for an input that is
+    written.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if node.name.startswith("tangents_")]  # AOTAutograd's name

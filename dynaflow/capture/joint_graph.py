@@ -2,9 +2,8 @@
 
 AOTAutograd traces forward and backward together, decomposes them for Inductor, and decides what forward saves and what
 backward recomputes. Each graph then has its own operators, plans and lanes. Backward nodes know the modules of the
-forward
-nodes that they belong to, so operators have the same names in both. A model without gradients goes the same way if its
-nodes can't be analyzed one by one: it has a forward graph only.
+forward nodes that they belong to, so operators have the same names in both. A model without gradients goes the same way
+if its nodes can't be analyzed one by one: it has a forward graph only.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class JointGraph:
     """The forward and the backward graph of one captured model.
 
     *Contract.* Created from Dynamo's graph, which it only reads. `read` takes a copy of AOTAutograd's forward graph,
-    then of
-    its backward graph, while AOTAutograd compiles them, and returns a CapturedGraph. `call` wraps what runs a graph.
-    Raises TraceMismatch if AOTAutograd's graph would not do what the model does.
+    then of its backward graph, while AOTAutograd compiles them, and returns a CapturedGraph. `call` wraps what runs a
+    graph. Raises TraceMismatch if AOTAutograd's graph would not do what the model does.
 
     1. names:     each node gets Dynamo's example, modules and origin.
     2. aliasing:  (forward) results share memory as in eager mode.
@@ -64,7 +62,7 @@ class JointGraph:
         self._training, self._merged_calls = training, merged_calls
         self._parameters, self._declared = parameters, declared
         self._offload = SavedOffload(offload_saved, offload_most) if training and offload_saved is not None else None
-        self._partial = _torch.is_part(gm)
+        self._partial = _torch.is_partial_graph(gm)
         self._inputs = [fx.Graph().node_copy(node) for node in gm.graph.find_nodes(op="placeholder")]
         """Of Dynamo's graph, which is freed."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
@@ -84,7 +82,7 @@ class JointGraph:
 
     def _step_inserter(self, optimizer: OptimizerInBackward) -> StepInserter:
         real = [_torch.graph_input(node)[2] for node in self._inputs]
-        if any(_torch.wrapped_tensors(tensor) not in (None, 1) for tensor in real):
+        if any(_torch.count_inner_tensors(tensor) not in (None, 1) for tensor in real):
             raise DynaFlowError(
                 "optimizer=: a weight consists of several tensors",
                 advice="compile without optimizer=, and call the optimizer's step() yourself",
@@ -111,7 +109,7 @@ class JointGraph:
             self._offload.fetch(gm) if backward else self._offload.store(gm)
         # 4. optimizer
         if self._steps is not None:
-            self._steps.add_to_backward(gm) if backward else self._steps.look_at_forward(gm)
+            self._steps.add_to_backward(gm) if backward else self._steps.read_forward(gm)
         graph = self._captured(gm, backward)
         for given in graph.inputs:
             given.node.meta.pop(_torch.GRAPH_INPUT, None)  # it would keep the tensor alive

@@ -51,9 +51,8 @@ def by_rows(*operators: Any, follows: Sequence[str] = (), state: Sequence[str] =
 
     `state`: names of arguments that identify hidden state, which the operator reads and writes and no tensor argument
     shows, such as that of a recurrent layer. All calls on one state run for all earlier micro-batches first. But calls
-    that
-    take an argument in `follows` only read the state, and calls that make it only write: two readers, or two writers,
-    don't wait for one another.
+    that take an argument in `follows` only read the state, and calls that make it only write: two readers, or two
+    writers, don't wait for one another.
 
     `flat`: the operators accept dims of size 1 before the rows.
     """
@@ -75,7 +74,8 @@ def collective(*operators: Any, group: str, dim: str | int | None = None, named:
     dim: the dim along which ranks exchange slices, or the argument that holds it. None: the result has the shape of the
         input, element by element.
     named: maps that argument to torch's name of the group (`ProcessGroup.group_name`), if the library has names of its
-    own. """
+        own.
+    """
     if not isinstance(group, str) or not callable(named):
         raise PartitionError(
             f"collective(group={shown(group)}, named={shown(named)})",
@@ -93,7 +93,7 @@ def opaque_ops(*operators: Any, capturable: bool = False) -> None:
 
     Each is an operator (`torch.ops.mine.read_cache`) or a glob on names ("mine::*").
     capturable: they may be captured in a CUDA graph with the code around them, because the state that they read outside
-    of the graph is the same in all calls of a size.
+        of the graph is the same in all calls of a size.
     """
     names = _names("opaque_ops", operators)
     _opaque.update(names)
@@ -162,7 +162,7 @@ def has_opaque_ops(gm: fx.GraphModule) -> bool:
     return any(is_opaque(node) for node in gm.graph.nodes)
 
 
-def followed(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def serial_calls(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each call that depends on earlier rows: the calls that must run for these first."""
     found: dict[fx.Node, list[fx.Node]] = {}
     states: dict[fx.Node, set[Any]] = {}

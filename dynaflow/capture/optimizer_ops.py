@@ -40,7 +40,7 @@ class OptimizerInBackward:
                 updates._check_step((*args[1:], *kwargs.values()))
 
         weakref.finalize(self, optimizer.register_step_pre_hook(before_step).remove)
-        weakref.finalize(self, _torch.have_scalers_step(optimizer))
+        weakref.finalize(self, _torch.support_grad_scaler(optimizer))
 
     def parameters(self) -> dict[int, nn.Parameter]:
         """The optimizer's parameters by id."""

@@ -1,9 +1,8 @@
 """Inserts an optimizer's steps into the backward graph: one `torch.ops.dynaflow.update` per layer.
 
 *Contract.* Consumes the forward graph (read only) and then the backward graph, which it changes in place: weights
-become
-inputs, each layer gets an update after the last use of its weights, and the updated gradients become None. Raises
-DynaFlowError for graphs with breaks and for sparse gradients. The order of the other nodes does not change.
+become inputs, each layer gets an update after the last use of its weights, and the updated gradients become None.
+Raises DynaFlowError for graphs with breaks and for sparse gradients. The order of the other nodes does not change.
 
 An update writes weights, so all uses of these must be visible: saved views of weights are recomputed from the weights.
 """
@@ -47,7 +46,7 @@ class StepInserter:
         self._added: list[str] = []
         """Weights that the backward graph takes in addition to the saved values."""
 
-    def look_at_forward(self, gm: fx.GraphModule) -> None:
+    def read_forward(self, gm: fx.GraphModule) -> None:
         self._places = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
         (output,) = gm.graph.find_nodes(op="output")
         for node in output.args[0]:
@@ -126,13 +125,13 @@ class StepInserter:
 
 def base(node: fx.Node) -> fx.Node:
     """The base of a view; the node itself, if it is not a view."""
-    *_, found = _torch.looked_through(node)
+    *_, found = _torch.view_chain(node)
     return found
 
 
 def _is_of_one_tensor(view: fx.Node) -> bool:
     """Whether a view depends on its base only, so that it can be recomputed from it."""
-    return all(len(n.all_input_nodes) == 1 for n in _torch.looked_through(view) if n.op != "placeholder")
+    return all(len(n.all_input_nodes) == 1 for n in _torch.view_chain(view) if n.op != "placeholder")
 
 
 def _layer(gradient: fx.Node) -> str:

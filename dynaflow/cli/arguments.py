@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dynaflow.core.importing import imported, searched
+from dynaflow.core.importing import import_object, on_sys_path
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
 from dynaflow.models.build import Attention, Workload, build
 from dynaflow.models.build import inputs as inputs_of
@@ -99,8 +99,8 @@ def load_model(
 
 
 def _own(name: str) -> LoadedModel:
-    with searched(os.getcwd()):  # as `python -m` does: the user's file is probably in this folder
-        function = imported(name, "function")
+    with on_sys_path(os.getcwd()):  # as `python -m` does: the user's file is probably in this folder
+        function = import_object(name, "function")
     try:
         found = function()
     except Exception as e:
@@ -191,7 +191,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 def scheduler_named(strategy: str, options: list[str] | None) -> OpSchedulerBase:
     """Returns a strategy by name, or a user's scheduler by module:Class or file.py:Class."""
-    with searched(os.getcwd()):
+    with on_sys_path(os.getcwd()):
         kind = kind_named(strategy)
         return make(strategy, **dict(_option(text, kind) for text in options or ()))
 

@@ -176,7 +176,7 @@ def _cache() -> Check:
         return Check(name="cache", ok=False, found="off", serves=serves, advice="unset DYNAFLOW_CACHE")
     folder = disk_cache.default_root()
     try:
-        disk_cache.made(folder)
+        disk_cache.make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as e:

@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import Shape
+from dynaflow.capture.captured_graph import Shape, concrete
 from dynaflow.core.fx_graphs import canonical
 from dynaflow.cost.kernels import Kernel, Recorder
 from dynaflow.partition.op_graph import Op, OpGraph
@@ -174,8 +173,7 @@ def _given(graph: OpGraph, value: int, values: Sizes) -> Any:
         given = graph.values[value].input
         symbol = graph.graph.inputs[given].symbol if given is not None else None
         return concrete(symbol, values) if symbol is not None else 1
-    size, stride = [concrete(s, values) for s in shape.size], [concrete(s, values) for s in shape.stride]
-    return torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
+    return shape.empty(values)
 
 
 def _crossing(graph: OpGraph, op: Op, values: Sizes) -> Kernel:

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
+from dynaflow.capture.batch_analysis.probe import ProbeFailed, Unschedulable, probe
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.core.bounded import BoundedDict
 from dynaflow.schedule.split import request_count
@@ -47,7 +47,7 @@ class AnalyzedGraph:
             except Unschedulable as e:
                 self.plain = str(e)
                 self._probes[batch_axes] = None
-            except Contradiction as e:
+            except ProbeFailed as e:
                 self.plain = None if batch_axes else str(e)
                 self._probes[batch_axes] = self.probe(()) if batch_axes else None
         return self._probes[batch_axes]

@@ -18,7 +18,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.batch_analysis.input_aliasing import InputAliasing, written_inputs
-from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
+from dynaflow.capture.batch_analysis.probe import ProbeFailed, Unschedulable, probe
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
 from dynaflow.capture.dynamic_dims import mark_arguments
 from dynaflow.capture.higher_order import inline_subgraphs
@@ -26,7 +26,7 @@ from dynaflow.capture.joint_graph import JointGraph
 from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.capture.result_aliasing import TraceMismatch, returns_or_writes, untraceable_views, views_returned
 from dynaflow.capture.serialize import has_example_args
-from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
+from dynaflow.capture.torch_modules import TRACED, remove_noop_dropouts, replace_embedding_bags
 from dynaflow.capture.trace_conditions import (
     declares_regions,
     opaque_features,
@@ -85,7 +85,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         name: str = "model",
     ) -> None:
-        _torch.teach_dynamo(TRACED)
+        _torch.patch_dynamo(TRACED)
         self.name, self.offload = name, (offload_saved, offload_most)
         self.updates = None if optimizer is None else OptimizerInBackward(optimizer)
         self.batch_dims, self.verify, self.parameters = batch_dims, verify, parameters
@@ -107,7 +107,7 @@ class Engine:
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
-        self._breaks = _torch.breaks()
+        self._breaks = _torch.graph_break_reasons()
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
         requests = self._requests()
@@ -122,7 +122,7 @@ class Engine:
     def look_for_graphs(self) -> None:
         """After a first call: says why, if the model was not captured at all."""
         if not self.stats.graphs:
-            self.stats.plain_reasons.extend(_torch.breaks() - self._breaks or [NOT_CAPTURED])
+            self.stats.plain_reasons.extend(_torch.graph_break_reasons() - self._breaks or [NOT_CAPTURED])
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
@@ -141,12 +141,12 @@ class Engine:
                 self.refuse(gm)
             if takes_nested(gm):
                 return self._plain(gm, "it takes nested tensors, whose sizes are no numbers")
-            left_out = leave_out_dropouts(gm)
+            left_out = remove_noop_dropouts(gm)
             training = wants_gradients(gm)
             if not training and returns_gradients(gm):
                 return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
             inline_subgraphs(gm, training=training)
-            keep_bags(gm)
+            replace_embedding_bags(gm)
             if training or opaque_features(gm) is not None:
                 if left_out and returns_or_writes(gm, left_out):  # AOTAutograd would not know what they are
                     return self._plain(gm, "what a dropout returns that drops nothing is returned or written")
@@ -186,7 +186,7 @@ class Engine:
                 assert engine is not None, "captured by a compiled model that is gone"
                 written.update(_torch.written_inputs())
                 if training and engine.operators.mode == "eager":
-                    _torch.draw_by_seed(part)
+                    _torch.draw_from_seeds(part)
                 return passes.call(engine._runner(passes.read(part, backward)).boxed, backward)
             except Exception as e:
                 ours.append(e)
@@ -194,7 +194,7 @@ class Engine:
                     raise
                 engine.stats.plain_graphs += 1
                 engine.stats.plain_reasons.append(fall_back(e, f"the backward pass of {engine.name}"))
-                return _torch.boxed_forward(_torch.with_own_draws(part))
+                return _torch.boxed_forward(_torch.with_compiled_draws(part))
 
         try:
             made = _torch.compile_passes(
@@ -228,7 +228,7 @@ class Engine:
 
     def _plain(self, gm: fx.GraphModule, why: str) -> PlainRunner:
         self.stats.graphs += 1
-        self.stats.graph_breaks += _torch.is_part(gm)
+        self.stats.graph_breaks += _torch.is_partial_graph(gm)
         self.stats.plain_graphs += 1
         self.stats.plain_reasons.append(why)
         return PlainRunner(self.planner, gm, why)
@@ -249,7 +249,7 @@ class Engine:
         graph = CapturedGraph(copy_module(gm), self.parameters, self.batch_dims)
         try:
             return bool(InputAliasing(written_inputs(graph, probe(graph, ()))).find(given))
-        except (Contradiction, Unschedulable):  # it runs plainly in any case
+        except (ProbeFailed, Unschedulable):  # it runs plainly in any case
             return True
 
     def _held(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
@@ -263,7 +263,7 @@ class Engine:
             if _torch.in_forward_mode():
                 return plain(*args)
             results = made(*args)
-            _torch.hold(engine_of(), results)
+            _torch.keep_alive(engine_of(), results)
             if notes:
                 _torch.note_unused(results)
             if any(results[i].requires_grad for i in without):

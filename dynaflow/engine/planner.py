@@ -80,7 +80,7 @@ class Planner:
         self.deciding: list[threading.Thread] = []
         self._meetings = Meetings()
         self._forked = False
-        forks.tell(self)
+        forks.register(self)
 
     def after_fork(self) -> None:
         self.deciding.clear()

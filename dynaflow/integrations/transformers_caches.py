@@ -109,7 +109,7 @@ class _Blocks:
 
     @property
     def free(self) -> bool:
-        return all(_torch.storage_users(storage) == 1 for storage in self.storages)
+        return all(_torch.storage_use_count(storage) == 1 for storage in self.storages)
 
     def tensors(self, shapes: list[_Shape]) -> list[torch.Tensor]:
         """Returns a zeroed tensor for each shape, at the start of its block: an earlier call may have left NaNs."""

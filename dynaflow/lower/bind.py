@@ -28,8 +28,7 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import OpaqueValue, Shape, per_row
+from dynaflow.capture.captured_graph import OpaqueValue, Shape, concrete, per_row
 from dynaflow.core.memory_layout import is_dense
 from dynaflow.core.plan import MicroBatch, Plan
 from dynaflow.lower.compile_ops import Condition, Operators, Sizes, Source, strides_of

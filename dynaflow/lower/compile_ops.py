@@ -16,8 +16,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow._torch import Boxed
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape
+from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape, concrete
 from dynaflow.capture.op_registry import direct_calls, has_opaque_ops, is_never_captured, is_opaque
 from dynaflow.core import forks
 from dynaflow.core.fx_graphs import canonical, copy_module
@@ -193,7 +192,7 @@ class Operators:
 
         def uncompiled(error: Exception) -> _Compiled:
             self._tell(source, error)
-            found = _Compiled(untried=self.as_it_is(_torch.with_own_draws(source.module)))
+            found = _Compiled(untried=self.as_it_is(_torch.with_compiled_draws(source.module)))
             variants[:] = [*(v for v in variants if v not in mine), found]
             self._turns.clear()
             return found
@@ -201,7 +200,7 @@ class Operators:
         def instead(error: Exception) -> Boxed:
             if source.writes:
                 raise DynaFlowError(
-                    f"the compiler failed on {source.name} when it was called: {_torch.reason(error)}",
+                    f"the compiler failed on {source.name} when it was called: {_torch.compiler_message(error)}",
                     op=source.name,
                     advice='it writes to memory that it is given, and can\'t start again: say operators="eager"',
                 ) from error
@@ -210,7 +209,7 @@ class Operators:
 
         def backward(error: Exception, graph: fx.GraphModule) -> Boxed:
             self._tell(source, error)
-            return _torch.boxed_forward(_torch.with_own_draws(graph))
+            return _torch.boxed_forward(_torch.with_compiled_draws(graph))
 
         def make(inputs: list[Any], world: _torch.Symbols) -> Untried:
             module = copy_module(source.module)  # the compiler may change the graph that it is given
@@ -230,7 +229,7 @@ class Operators:
 
     def _tell(self, source: Source, error: Exception) -> None:
         """Once for each piece."""
-        what = f"{source.name}: {_torch.reason(error)}"
+        what = f"{source.name}: {_torch.compiler_message(error)}"
         if what not in self.failures:
             self.failures.append(what)
             warnings.warn(f"dynaflow: the compiler failed on {what}; it runs uncompiled. {ADVICE}", stacklevel=2)

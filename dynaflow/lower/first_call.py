@@ -41,7 +41,7 @@ class Untried:
             results = call(args)
         except Exception as e:
             again = [get() for get in given]
-            if not _torch.is_compilers(e) or any(a is _GONE for a in again):
+            if not _torch.is_compiler_error(e) or any(a is _GONE for a in again):
                 raise
             if self._call is call:  # else another lane has seen it, too
                 self._call = self._instead(e)

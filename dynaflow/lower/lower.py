@@ -12,7 +12,7 @@ import torch
 
 from dynaflow._torch import Boxed
 from dynaflow.capture.captured_graph import CapturedGraph, Input, is_named
-from dynaflow.core.plan import Plan, Task, one_by_one
+from dynaflow.core.plan import Plan, Task, operator_by_operator
 from dynaflow.core.stats import Stats
 from dynaflow.lower.bind import NotElastic
 from dynaflow.lower.compile_ops import CompilerFailed, Condition, Operators, Sizes, Source
@@ -295,7 +295,7 @@ class Lowerer:
         if job.plan.sequential:
             if not outside:
                 return self._as_graph(job, self._uncut(job))
-            job = replace(job, plan=one_by_one(job.plan, job.graph.by_name))
+            job = replace(job, plan=operator_by_operator(job.plan, job.graph.by_name))
         program, plan = self._program(job, pieces=True, outside=outside)
         held_out = frozenset(
             s for s, step in enumerate(program.steps)

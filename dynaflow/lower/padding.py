@@ -14,8 +14,7 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import Shape, per_row
+from dynaflow.capture.captured_graph import Shape, concrete, per_row
 from dynaflow.core.memory_layout import span
 from dynaflow.errors import SplitError
 from dynaflow.partition.op_graph import OpGraph, Result

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from dynaflow.core.plan_text import resource_in_words
+from dynaflow.core.plan_text import resource_label
 from dynaflow.errors import TimelineError
 from dynaflow.observe.document import Document, TimedTask
 from dynaflow.observe.summary import Summary, kind, summarize
@@ -98,9 +98,9 @@ def _document(
         data["tasks"], document.tasks, levels(document.tasks), summary.blocked_by, strict=True
     ):
         task |= {"lane": places[given.lane], "kind": number[kind(given)], "level": level, "held": held}
-        task |= {"uses": {resource_in_words(name, document.device): u for name, u in given.uses.items()}}
+        task |= {"uses": {resource_label(name, document.device): u for name, u in given.uses.items()}}
     for counter in data.get("counters", ()):
-        counter["name"] = resource_in_words(counter["name"], document.device)
+        counter["name"] = resource_label(counter["name"], document.device)
     return data | {
         "unit": document.unit,
         "begin": document.begin,

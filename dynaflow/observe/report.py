@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dynaflow.core.critical_path import longest_chains
-from dynaflow.core.plan_text import Span, on_cpu, resource_in_words
+from dynaflow.core.plan_text import Span, on_cpu, resource_label
 from dynaflow.observe.document import Document, TimedTask
 from dynaflow.observe.summary import kind, union
 
@@ -124,7 +124,7 @@ class Report:
         lanes = ", ".join(f"{name} {share:.0%}" for name, share in self.lanes.items())
         lines.append(f"Lanes were busy: {lanes}; together {self.overlap:.2f} of the time.")
         most_used = sorted(self.resources.items(), key=lambda r: -r[1])
-        used = [f"{resource_in_words(n, self.device)} {u:.0%}" for n, u in most_used if u >= 0.005]
+        used = [f"{resource_label(n, self.device)} {u:.0%}" for n, u in most_used if u >= 0.005]
         if used:
             lines.append(f"In use by the cost model, on average: {', '.join(used)}.")
         pairs = [f"{o.one} with {o.other} for {_ms(o.seconds)}" for o in self.overlaps[:PAIRS]]
@@ -137,7 +137,7 @@ class Report:
         if self.seconds:
             most = f", a speed-up of {self.sequence / self.bound:.2f}x" if self.sequence and self.bound else ""
             reached = f"{self.bound / self.seconds:.0%} of that speed is reached"
-            limit = resource_in_words(self.limit, self.device)
+            limit = resource_label(self.limit, self.device)
             lines.append(f"The bound is {_ms(self.bound)} ({limit}){most}; {reached}.")
         if self.reasons:
             losses = ", ".join(f"{reason.name} {_ms(reason.seconds)}" for reason in self.reasons)

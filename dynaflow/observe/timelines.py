@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.core.plan import Item, Lane, Plan, Task, one_by_one
+from dynaflow.capture.captured_graph import concrete
+from dynaflow.core.plan import Item, Lane, Plan, Task, operator_by_operator
 from dynaflow.core.plan_form import check_form
 from dynaflow.core.plan_text import Span, steps_of
 from dynaflow.cost.costs import Costs
@@ -36,7 +36,7 @@ def of_simulation(
     """The timeline of a simulation. With `costs`, it includes each task's use of the device."""
     whole = _spelled_out(simulation.plan, graph)
     if simulation.plan.sequential and graph is None:
-        whole = one_by_one(simulation.plan, [s.name for s in simulation.spans])
+        whole = operator_by_operator(simulation.plan, [s.name for s in simulation.spans])
     curves: dict[str, list[tuple[float, float]]] = {}
     for name in (name for name, share in simulation.busy.items() if share > 0):
         curves[name] = [(load.start, round(load.uses.get(name, 0.0), 4)) for load in simulation.loads]
@@ -71,12 +71,12 @@ def of_spans(
     """
     whole = _spelled_out(plan, graph)
     if plan.sequential and graph is None:
-        whole = one_by_one(plan, ["model"])
+        whole = operator_by_operator(plan, ["model"])
     return _document(plan, whole, spans, "measured", title, graph, costs=costs, device=device)
 
 
 def _spelled_out(plan: Plan, graph: OpGraph | None) -> Plan:
-    return one_by_one(plan, [op.name for op in graph.ops]) if plan.sequential and graph is not None else plan
+    return operator_by_operator(plan, [op.name for op in graph.ops]) if plan.sequential and graph is not None else plan
 
 
 def _document(

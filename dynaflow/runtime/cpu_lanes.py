@@ -30,7 +30,7 @@ class LanePool:
         self._queues: list[SimpleQueue[Job | None]] = []
         self._lock = forks.lock()
         self._finalizer = weakref.finalize(self, _stop, self._queues)
-        forks.tell(self)
+        forks.register(self)
 
     def give_out(self, call: Call, lanes: Sequence[Lane]) -> list[LockType]:
         """Lane i goes to worker i. Returns what is released when they end."""

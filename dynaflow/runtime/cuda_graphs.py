@@ -232,7 +232,7 @@ class _Graph:
         # One object for each storage, so that counting its users makes no new ones.
         own = {_torch.storage_id(t): t.untyped_storage() for t, i in self._outputs if _is_own(t, i)}
         self._storages = list(own.values())
-        self._users = [_torch.storage_users(s) for s in self._storages]
+        self._users = [_torch.storage_use_count(s) for s in self._storages]
         self._unsafe = {key for key, storage in own.items() if any(storage.data_ptr() in s for s in scratch)}
         self._spans = {
             key: _span([t for t, i in self._outputs if _is_own(t, i) and _torch.storage_id(t) == key]) for key in own
@@ -242,7 +242,7 @@ class _Graph:
         return _torch.same_addresses(list(args), self._addresses, self._static)
 
     def results_are_held(self) -> bool:
-        return any(_torch.storage_users(s) > n for s, n in zip(self._storages, self._users, strict=True))
+        return any(_torch.storage_use_count(s) > n for s, n in zip(self._storages, self._users, strict=True))
 
     def replay(self, args: Sequence[Any]) -> None:
         if self._copied:
@@ -287,7 +287,7 @@ def _record(
                 graph.capture_end()
         except RuntimeError as e:  # what failed has spoilt the capture
             failed = failed or e
-            _torch.leave_pool(stream.device, pool)
+            _torch.end_failed_capture(stream.device, pool)
     if failed is None:
         return outputs
     torch.cuda.synchronize(stream.device)

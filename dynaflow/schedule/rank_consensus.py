@@ -40,7 +40,7 @@ class Meetings:
         mine, said = _torch.rank(), _digest(plan, graph)
         prefix = f"dynaflow/{self._model}/{self._plans}"
         self._plans += 1
-        heard = _torch.exchange(prefix, mine, ranks, said, PATIENCE)
+        heard = _torch.exchange_texts(prefix, mine, ranks, said, PATIENCE)
         silent = [rank for rank in ranks if rank not in heard]
         if silent:
             raise PlanError(

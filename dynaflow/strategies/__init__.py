@@ -20,7 +20,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from dynaflow.core.importing import imported
+from dynaflow.core.importing import import_object
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at, shown
 from dynaflow.schedule.base import OpSchedulerBase
 
@@ -131,7 +131,7 @@ def _strategy(name: str) -> Any:
 
 
 def _own(name: str) -> Any:
-    kind = imported(name, "scheduler", ScheduleError)
+    kind = import_object(name, "scheduler", ScheduleError)
     if not (isinstance(kind, type) and issubclass(kind, OpSchedulerBase)):
         raise ScheduleError(f"{name!r} is not a scheduler", advice="name a subclass of dynaflow.OpSchedulerBase")
     return kind

@@ -33,12 +33,12 @@ class Auto(df.OpSchedulerBase):
     ) -> None:
         self.at_least(1, most=most)
         if not isinstance(when, str) or when not in ("first call", "background"):
-            raise validate.wrong("Auto(when)", when, 'say "first call" or "background"', df.ScheduleError)
+            raise validate.invalid("Auto(when)", when, 'say "first call" or "background"', df.ScheduleError)
         if not (validate.is_integer(seconds) or isinstance(seconds, float)) or not seconds >= 0:
-            raise validate.wrong("Auto(seconds)", seconds, "pass 0 or more", df.ScheduleError)
+            raise validate.invalid("Auto(seconds)", seconds, "pass 0 or more", df.ScheduleError)
         if among is not None:
             advice = 'list names of strategies, or schedulers: among=["nanoflow", "branches"]'
-            among = validate.several(among, "Auto(among)", advice, df.ScheduleError)
+            among = validate.sequence(among, "Auto(among)", advice, df.ScheduleError)
         self.seconds, self.when, self.most, self.among, self.progress = seconds, when, most, among, progress
 
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:

@@ -209,7 +209,7 @@ def _shared(nbytes: int, device: torch.device, group: str) -> Tensor | None:
     if len(_torch.ranks_of([group])) not in _WORLDS:
         return None
     buffer: Tensor | None = None
-    for step in (lambda _: _torch.symmetric_memory(nbytes, device), lambda made: _torch.meet_in(made, group)):
+    for step in (lambda _: _torch.symmetric_memory(nbytes, device), lambda made: _torch.rendezvous(made, group)):
         try:
             buffer = step(buffer)
         except RuntimeError:

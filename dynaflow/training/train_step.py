@@ -61,7 +61,7 @@ class TrainStep:
         in_flight = validate.integer(in_flight, "in_flight", advice, least=1, most=1024, error=SplitError)
         micro_batches = parts_of(micro_batches, "TrainStep.micro_batches")
         if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
-            raise validate.wrong("reduction", reduction, advice, SplitError)
+            raise validate.invalid("reduction", reduction, advice, SplitError)
         if weight is not None:
             how = "pass a function of the inputs that returns a number"
             validate.function(weight, "weight", how, SplitError)

@@ -17,7 +17,7 @@ import torch
 
 from dynaflow.core.device import device_for
 from dynaflow.core.disk_cache import DiskCache
-from dynaflow.core.plan import Lane, Plan, Task, one_by_one
+from dynaflow.core.plan import Lane, Plan, Task, operator_by_operator
 from dynaflow.cost.costs import Costs, Profile
 from dynaflow.cost.simulate import rows_of
 from dynaflow.cost.work import operator_key
@@ -136,4 +136,4 @@ def _lanes(plan: Plan) -> tuple[Lane, ...]:
 
 def _tasks(plan: Plan, graph: OpGraph) -> tuple[Task, ...]:
     """The plan's tasks; of a sequential plan, one for each operator."""
-    return plan.tasks or one_by_one(plan, graph.by_name).tasks
+    return plan.tasks or operator_by_operator(plan, graph.by_name).tasks

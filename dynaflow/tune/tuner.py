@@ -28,7 +28,7 @@ from dynaflow import _torch
 from dynaflow.capture.op_registry import has_opaque_ops
 from dynaflow.core.device import device_for
 from dynaflow.core.disk_cache import DiskCache
-from dynaflow.core.plan_text import resource_in_words
+from dynaflow.core.plan_text import resource_label
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
 from dynaflow.engine.snapshot import NoRoom, Snapshot
@@ -184,7 +184,7 @@ class Tuner:
         except Exception as e:  # best effort
             candidate.tried = replace(candidate.tried, problem=f"can't be simulated: {_first_line(e)}")
             return candidate
-        limit = resource_in_words(run.limit, run.device)
+        limit = resource_label(run.limit, run.device)
         candidate.tried = replace(candidate.tried, predicted=run.seconds, limit=limit)
         return candidate
 
@@ -237,7 +237,7 @@ class Tuner:
             return found
         prefix = f"dynaflow/tune/{self.number}/{self.exchanges}"
         self.exchanges += 1
-        received = _torch.exchange(prefix, _torch.rank(), self.ranks, json.dumps(found), PATIENCE)
+        received = _torch.exchange_texts(prefix, _torch.rank(), self.ranks, json.dumps(found), PATIENCE)
         everyone = [json.loads(text) for text in received.values()]
         return [[max(times) for times in zip(*(one[i] for one in everyone), strict=True)] for i in range(len(found))]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynaflow import OpSchedulerBase, SplitFunc
-from dynaflow.capture.batch_analysis.probe import concrete
+from dynaflow.capture.captured_graph import concrete
 from dynaflow.errors import SplitError
 from dynaflow.schedule.context import OpItem, ScheduleContext, fusion_values
 from tests.fuzz.compare import Mismatch

@@ -98,7 +98,7 @@ def test_rows_must_be_on_dim_0() -> None:
 
 
 def test_only_operators_can_be_declared() -> None:
-    with pytest.raises(df.PartitionError, match="no operator"):
+    with pytest.raises(df.PartitionError, match="is not an operator"):
         df.by_rows(torch.relu)
 
 

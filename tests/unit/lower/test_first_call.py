@@ -253,7 +253,7 @@ def test_a_layout_that_compiled_code_was_not_made_for() -> None:
         call = _torch.compile_operator(gm, [example], world, static=frozenset(), direct=True, failed=print)
         with pytest.raises(AssertionError) as caught:
             call([torch.empty(8, 4).t()])
-    assert _torch.is_compilers(caught.value)
+    assert _torch.is_compiler_error(caught.value)
 
 
 def test_no_later_call_pays_for_it() -> None:
@@ -350,7 +350,7 @@ def test_what_is_drawn_is_drawn_again(failing: dict[str, Any], fails: str) -> No
 
     def draws(phase: str) -> Callable[[fx.GraphModule], bool]:
         def on(gm: fx.GraphModule) -> bool:
-            if not _torch.draws_again(gm) or len(gm.graph.nodes) <= 3:  # a draw by itself is compiled
+            if not _torch.draws_from_seeds(gm) or len(gm.graph.nodes) <= 3:  # a draw by itself is compiled
                 return False
             drew[phase] += 1
             return fails in (phase, "both")

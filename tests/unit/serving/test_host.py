@@ -227,8 +227,8 @@ def test_torch_reads_each_source_of_a_kept_graph_once(monkeypatch: pytest.Monkey
         sources.inlined_sources.add(code.co_name)
 
     monkeypatch.setattr(SourceInfo, "add_code", add_code)
-    _torch.each_source_once()
-    _torch.each_source_once()
+    _torch.cache_traced_sources()
+    _torch.cache_traced_sources()
     first, second = SourceInfo(set()), SourceInfo(set())
     for code in (model.__code__, within.__code__, model.__code__, model.__code__):
         first.add_code(code)
