@@ -126,7 +126,7 @@ def compile(
         "optimizer": optimizer,
     }
     fullgraph = validate.flag(fullgraph, "fullgraph")
-    made: CompiledModel = with_methods(*_kind_of(model))(model, _engine(model, options), fullgraph, options)
+    made: CompiledModel = with_methods(*_kind_of(model))(model, new_engine(model, options), fullgraph, options)
     return made
 
 
@@ -310,7 +310,7 @@ class CompiledModel(Face):
 
     def __setstate__(self, state: tuple[Any, Mapping[str, Any], bool, Any]) -> None:
         model, options, fullgraph, forward = state
-        CompiledModel.__init__(self, model, _engine(model, options), fullgraph, options)
+        CompiledModel.__init__(self, model, new_engine(model, options), fullgraph, options)
         self._df_forward = forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -439,7 +439,7 @@ def backend(
     if engine is None or engine.options is not options:
         far = {"cudagraph": "plan"} if mode == "reduce-overhead" else {}
         try:
-            engine = _engine(None, combined(combined(far, defaults()), check_options(options or {})))
+            engine = new_engine(None, combined(combined(far, defaults()), check_options(options or {})))
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             return Raiser(e)
         if options:
@@ -461,7 +461,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _engine(model: Any, options: Mapping[str, Any]) -> Engine:
+def new_engine(model: Any, options: Mapping[str, Any]) -> Engine:
     options = check_options(options)
     if options.get("optimizer") is not None:
         check_model(model)

@@ -145,7 +145,7 @@ def compile_operator(
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    _say_where_kernels_are_kept(inputs)
+    set_kernel_folder(inputs)
     context = TracingContext(symbols.mode)
     made = []
 
@@ -166,7 +166,7 @@ def compile_operator(
     cache = torch._functorch.config.enable_autograd_cache and not direct
     caching = torch._functorch.config.patch(enable_autograd_cache=cache)
     apart = torch._inductor.config.patch(results_kept_apart())
-    with tracing(context), caching, apart, _hosts_alignment_is_nothing(inputs):
+    with tracing(context), caching, apart, ignore_alignment_of_host(inputs):
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)
@@ -287,7 +287,7 @@ def _same_view(graph: fx.Graph, node: fx.Node, base: fx.Node, instead: fx.Node) 
     return graph.node_copy(node, lambda n: of if n is node.args[0] else n)
 
 
-def _say_where_kernels_are_kept(inputs: Sequence[Any]) -> None:
+def set_kernel_folder(inputs: Sequence[Any]) -> None:
     """Triton keeps the kernels of a process in one folder, others' than Inductor's too, and finds them there again.
 
     Inductor (2.11, 2.13) names it when it makes its first kernel, but not when it has found all in its own cache: then
@@ -300,7 +300,7 @@ def _say_where_kernels_are_kept(inputs: Sequence[Any]) -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(devices[0].index or 0))
 
 
-def _hosts_alignment_is_nothing(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+def ignore_alignment_of_host(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """An operator that is given a tensor on the host does not make what is behind it slower.
 
     Inductor (2.11, 2.13) takes no tensor on the host for aligned, nor what an operator makes of one that is not: so

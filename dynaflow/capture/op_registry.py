@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -104,6 +105,19 @@ def left_alone(*operators: Any, capturable: bool = False) -> None:
 def call_directly(operator: _torch.OpOverload, function: Callable[..., Any]) -> None:
     """Where a graph runs uncompiled, this function is called in place of the operator: past torch's dispatcher."""
     direct_calls[operator] = function
+
+
+@contextlib.contextmanager
+def declarations_restored() -> Iterator[None]:
+    """Undoes at the end what is declared inside: for tests."""
+    tables: tuple[Any, ...] = (_globs, _collectives, _left_alone, _capturable)
+    before = [table.copy() for table in tables]
+    try:
+        yield
+    finally:
+        for table, known in zip(tables, before, strict=True):
+            table.clear()
+            table.update(known)
 
 
 def _names(who: str, operators: Sequence[Any]) -> list[str]:

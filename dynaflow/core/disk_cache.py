@@ -26,7 +26,7 @@ TRIM_EVERY = 64
 STALE_SECONDS = 3600
 """A temporary file of this age was left by a process that died."""
 
-_failures = itertools.count()  # counting with next() needs no lock
+failures = itertools.count()  # counting with next() needs no lock
 
 
 class Store:
@@ -155,6 +155,6 @@ def _trim(folder: Path) -> None:
 
 def _warn(what: str, error: Exception) -> None:
     """Once per process: a cache that does not work is worth knowing of, not worth a line per plan."""
-    if next(_failures) == 0:
+    if next(failures) == 0:
         advice = "DYNAFLOW_CACHE_DIR names another folder, DYNAFLOW_CACHE=0 turns it off"
         logging.getLogger("dynaflow").warning("the cache could not be %s: %s; %s", what, error, advice)

@@ -104,11 +104,11 @@ def operator_key(graph: OpGraph, op: Op) -> str:
     """Equal for operators that do the same on inputs of the same shapes, whatever the batch; in any process."""
     known = _known.setdefault(graph, {})
     if op.index not in known:
-        known[op.index] = hashlib.sha256(_text(graph, op).encode()).hexdigest()[:16]
+        known[op.index] = hashlib.sha256(operator_text(graph, op).encode()).hexdigest()[:16]
     return known[op.index]
 
 
-def _text(graph: OpGraph, op: Op) -> str:
+def operator_text(graph: OpGraph, op: Op) -> str:
     """The operator without its names: calls by number, the batch's symbols by their space, other sizes as they were."""
     names = {s: sympy.Symbol(f"rows{i}") for i, space in enumerate(graph.spaces) for s in space}
     values = {s: sympy.Integer(n) for s, n in graph.graph.hints.items() if s not in names}

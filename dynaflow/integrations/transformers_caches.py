@@ -82,9 +82,14 @@ class CacheMemory:
             self._kept = []
 
     @property
-    def nbytes(self) -> int:
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory that is kept, of all caches."""
         with self._lock:
-            return sum(storage.nbytes() for blocks in self._kept for storage in blocks.storages)
+            return [storage for blocks in self._kept for storage in blocks.storages]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages)
 
 
 class _Shape(NamedTuple):

@@ -43,8 +43,8 @@ def plugin() -> None:
     wrap(VllmConfig, "__post_init__", _configure)
     wrap(CompilationConfig, "init_backend", _with_options)
     wrap(CompilationConfig, "is_attention_compiled_piecewise", lambda usual, c: c.backend == BACKEND or usual(c))
-    wrap(AttentionGroup, "create_metadata_builders", _with_builders)
-    wrap(WorkerWrapperBase, "initialize_from_config", _with_blocks)
+    wrap(AttentionGroup, "create_metadata_builders", with_builders)
+    wrap(WorkerWrapperBase, "initialize_from_config", with_blocks)
 
 
 def options_of(config: Any) -> dict[str, Any] | None:
@@ -74,7 +74,7 @@ def _configure(post_init: Callable[..., None], config: Any) -> None:
                 raise DynaFlowError(f"option {name!r} is not for vLLM", advice=f"the options are {', '.join(OPTIONS)}")
         scheduler_of(**options)
         if not (why := _refusal(config)):
-            return _take_over(config, options["operators"], post_init)
+            return take_over(config, options["operators"], post_init)
         _stay_out(why)
     post_init(config)
 
@@ -102,7 +102,7 @@ def _refusal(config: Any) -> str:
     return next((f"it was not tried with {what}" for what, there in untried.items() if there), "")
 
 
-def _take_over(config: Any, operators: str, post_init: Callable[..., None]) -> None:
+def take_over(config: Any, operators: str, post_init: Callable[..., None]) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.platforms import current_platform
 
@@ -128,7 +128,7 @@ def _with_options(init_backend: Callable[..., Any], compilation: Any, config: An
     return (lambda gm, _: Graph.captured(gm, config)) if found is Graph else found
 
 
-def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+def with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Micro-batches have builders of metadata of their own, beside vLLM's."""
     if vllm_config.compilation_config.backend != BACKEND:
         return create(group, vllm_config, *args, **kwargs)
@@ -137,7 +137,7 @@ def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *a
     remember_builds(group)
 
 
-def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
+def with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
     """Steps are judged before they run, where requests may share what they have in the cache."""
     initialize(wrapper, *args, **kwargs)
     config, runner = wrapper.vllm_config, wrapper.worker.model_runner
@@ -164,10 +164,10 @@ class Graph(Kept):
         from vllm.utils.torch_utils import LayerName
 
         by_rows("vllm::*", "_C::*", "_moe_C::*", flat=True)  # they treat each token by itself, or with its request
-        collective("vllm::all_reduce", "vllm::minimax_qk_norm_fusion", group="group_name", named=_torch_group)
-        collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=_torch_group)
-        collective("_C::shm_allreduce", group="handle", named=_torch_group)
-        collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
+        collective("vllm::all_reduce", "vllm::minimax_qk_norm_fusion", group="group_name", named=torch_group)
+        collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=torch_group)
+        collective("_C::shm_allreduce", group="handle", named=torch_group)
+        collective("_C::shm_all_gather", group="handle", dim=0, named=torch_group)
         given, compilation = {"operators": "eager", **(options_of(self.host) or {})}, self.host.compilation_config
         scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
         asked = Asked(compilation.static_forward_context)
@@ -177,11 +177,11 @@ class Graph(Kept):
             asked.declare()
             left_alone(f"{TOLD}::moe_forward*", capturable=True)  # experts know nothing of requests
             rows = {"facts": lambda: Step.now.facts, "batch_dims": source.dims if any(source.dims.values()) else None}
-        engine = api._engine(None, {**given, **rows, "scheduler": scheduler})
+        engine = api.new_engine(None, {**given, **rows, "scheduler": scheduler})
         # For passes of its own vLLM asks for the older way to call what writes its arguments, which copies views.
         engine.operators.settings = compilation.inductor_compile_config | {"enable_auto_functionalized_v2": True}
         if compilation.cudagraph_mode.has_piecewise_cudagraphs():
-            engine.operators.captured = functools.partial(_captured, self.host)
+            engine.operators.captured = functools.partial(captured_pieces, self.host)
         run = engine.backend(gm, inputs)
         return run if source is None else Forward(run, source, engine, asked.why_whole)
 
@@ -228,7 +228,7 @@ class Asked:
         return Path(envs.VLLM_CACHE_ROOT)
 
 
-def _captured(config: Any, calls: list[Any]) -> list[Any]:
+def captured_pieces(config: Any, calls: list[Any]) -> list[Any]:
     """The pieces of the forward pass in sequence, as vLLM captures them: in its runs without metadata."""
     from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
     from vllm.config import CUDAGraphMode
@@ -247,7 +247,7 @@ def in_vllm(scheduler: Any = None, scheduler_options: Any = None) -> Serving:
     return serving(scheduler_of(scheduler, scheduler_options, tuning=0.0), most=PARTS, in_turns=True)
 
 
-def _torch_group(given: str | int) -> str:
+def torch_group(given: str | int) -> str:
     """Torch's name of a group that vLLM knows by a name of its own; on CPU, by the handle of its shared memory."""
     from vllm.distributed.parallel_state import _groups
 

@@ -91,14 +91,14 @@ class Lowerer:
 
     def _lower(self, job: _Job) -> Lowered:
         outside = frozenset(op.name for op in job.graph.ops if NO_CAPTURE in op.tags)
-        if self._captures(job) and (self.cudagraph == "pieces" or outside):
+        if self.captures(job) and (self.cudagraph == "pieces" or outside):
             return self._in_pieces(job, outside)
         if job.plan.sequential:
             lowered = self._uncut(job)
         else:
             lowered, _ = self._cut(job)
         lowered.remark = lambda row: self._lower(replace(job, marked=True, row=row))
-        if self._captures(job):
+        if self.captures(job):
             self._as_graph(job, lowered)
         return lowered
 
@@ -239,7 +239,7 @@ class Lowerer:
 
     # CUDA graphs
 
-    def _captures(self, job: _Job) -> bool:
+    def captures(self, job: _Job) -> bool:
         if self.cudagraph is None or job.device.type != "cuda" or self.on_task is not None:
             return False
         elsewhere = [i.name for i in self._used(job) if i.shape is not None and not _capturable(i)]

@@ -68,7 +68,7 @@ def unheard(keep: int = KEPT) -> Iterator[Recording]:
         _one.release()
 
 
-class _Raw(NamedTuple):
+class RawCall(NamedTuple):
     """A call as it was noted, not yet understood."""
 
     marks: Marks
@@ -92,8 +92,8 @@ class Recording:
         """Calls that could not be recorded, by the reason."""
         self._keep = keep
         self._lock = forks.lock()
-        self._raw: dict[object, deque[_Raw]] = {}
-        self._bases: dict[torch.device, tuple[Any, float]] = {}
+        self.raw_calls: dict[object, deque[RawCall]] = {}
+        self.bases: dict[torch.device, tuple[Any, float]] = {}
         """By device: an event, and the host's time at which it was."""
         self._plans: list[Recorded] = []
 
@@ -104,19 +104,19 @@ class Recording:
         marks = marked.marks
         assert marks is not None
         device = marks.device
-        if marks.cuda and device not in self._bases:
-            self._bases[device] = _base(device)
-        moments = [] if marks.own else _taken(marks.count, device) if marks.cuda else [0.0] * marks.count
+        if marks.cuda and device not in self.bases:
+            self.bases[device] = _base(device)
+        moments = [] if marks.own else take_events(marks.count, device) if marks.cuda else [0.0] * marks.count
         args.append(moments)
         begin = time.perf_counter()
         results = marked(args)
         end = time.perf_counter()
         memory = _allocated(device) if marks.cuda else None
         thread, owner = threading.current_thread().name, weakref.ref(planner)
-        raw = _Raw(marks, moments, begin, end, thread, planner.name, owner, memory)
+        raw = RawCall(marks, moments, begin, end, thread, planner.name, owner, memory)
         with self._lock:
             if self.ended is None:
-                kept = self._raw.setdefault(marks.key, deque())
+                kept = self.raw_calls.setdefault(marks.key, deque())
                 kept.append(raw)
                 if len(kept) > self._keep:
                     _give(kept.popleft())
@@ -129,22 +129,22 @@ class Recording:
     def _end(self) -> None:
         with self._lock:
             self.ended = time.perf_counter()
-        for device in tuple(self._bases):  # a call that began before may still add one
+        for device in tuple(self.bases):  # a call that began before may still add one
             torch.cuda.synchronize(device)
-        groups: dict[Any, tuple[list[Call], _Raw]] = {}
+        groups: dict[Any, tuple[list[Call], RawCall]] = {}
         read: set[int] = set()
-        for raw in sorted((raw for kept in self._raw.values() for raw in kept), key=lambda raw: -raw.begin):
+        for raw in sorted((raw for kept in self.raw_calls.values() for raw in kept), key=lambda raw: -raw.begin):
             call = self._call(raw, read)
             groups.setdefault((id(raw.owner), call.phase, call.plan), ([], raw))[0].append(call)
         self._plans = [Recorded(calls[::-1], raw.marks, raw.owner) for calls, raw in groups.values()]
         self._plans.sort(key=lambda plan: plan.calls[0].begin)
-        for kept in self._raw.values():
+        for kept in self.raw_calls.values():
             for raw in kept:
                 _give(raw)
-        self._raw.clear()
-        self._bases.clear()
+        self.raw_calls.clear()
+        self.bases.clear()
 
-    def _call(self, raw: _Raw, read: set[int]) -> Call:
+    def _call(self, raw: RawCall, read: set[int]) -> Call:
         """`read`: the marks of later calls, which a graph's launches have in common."""
         spans: tuple[Span, ...] = ()
         note = ""
@@ -162,10 +162,10 @@ class Recording:
             begin=raw.begin - self.began, end=raw.end - self.began, memory=raw.memory, note=note,
         )  # fmt: skip
 
-    def _times(self, raw: _Raw) -> list[float]:
+    def _times(self, raw: RawCall) -> list[float]:
         if isinstance(raw.moments[0], float):
             return [moment - self.began for moment in raw.moments]
-        base, at = self._bases[raw.marks.device]
+        base, at = self.bases[raw.marks.device]
         first = raw.moments[raw.marks.spans[0][0]]  # a difference is a float32: small ones are exact
         start = at - self.began + base.elapsed_time(first) / 1e3
         return [start + first.elapsed_time(moment) / 1e3 for moment in raw.moments]
@@ -271,27 +271,27 @@ def _base(device: torch.device) -> tuple[Any, float]:
         return event, (before + time.perf_counter()) / 2
 
 
-_events: dict[torch.device, list[Any]] = {}
+spare_events: dict[torch.device, list[Any]] = {}
 """Spare ones: to make one takes longer than to record it."""
 _spare = forks.lock()
 
 
-def _taken(count: int, device: torch.device) -> list[Any]:
+def take_events(count: int, device: torch.device) -> list[Any]:
     """Events for the marks of a call."""
     with _spare:
-        events = _events.setdefault(device, [])
+        events = spare_events.setdefault(device, [])
         at = max(0, len(events) - count)
         taken, events[at:] = events[at:], []
     return taken + [_torch.timing_event() for _ in range(count - len(taken))]
 
 
-def _give(raw: _Raw) -> None:
+def _give(raw: RawCall) -> None:
     """Takes a call's marks back, but not those of a graph, which records them again."""
     device = raw.marks.device
     if raw.marks.cuda and not raw.marks.own:
         with _spare:
-            if len(_events[device]) < MOST_SPARE:
-                _events[device].extend(raw.moments)
+            if len(spare_events[device]) < MOST_SPARE:
+                spare_events[device].extend(raw.moments)
 
 
 def _allocated(device: torch.device) -> int:

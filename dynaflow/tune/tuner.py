@@ -44,7 +44,7 @@ GAIN = 0.99
 """A winner takes at most this part of sequence's time, and nine rounds of ten are faster than sequence."""
 TRUSTED_GAIN = 0.93
 """The same for a prediction that nothing was measured for."""
-_store = Store("decisions")
+store = Store("decisions")
 _numbers = itertools.count()
 
 Say = Callable[[str], None]
@@ -108,7 +108,7 @@ class Tuner:
         # What is measured in any case needs no good prediction; and ranks' clocks differ, and with them what they find.
         if self.measures and len(found) > self.most and not self.ranks:
             with contextlib.suppress(NoRoom):
-                self._profile([first, *found])
+                self.time_operators([first, *found])
         first = self._simulated(first)
         found = sorted((self._simulated(c) for c in found), key=lambda c: c.predicted)
         chosen, why = first, "nothing else to do"
@@ -125,7 +125,7 @@ class Tuner:
             seconds=time.perf_counter() - self.start,
         )
         if self.measures and (not found or first.tried.measured or all(c.tried.problem for c in found[: self.most])):
-            _store.put(self._key(), decision.to_json())  # else there may be time, or room, in the next process
+            store.put(self._key(), decision.to_json())  # else there may be time, or room, in the next process
         return chosen.scheduler, decision
 
     # 1. plan
@@ -162,7 +162,7 @@ class Tuner:
 
     # 2. simulate
 
-    def _profile(self, found: list[_Candidate]) -> None:
+    def time_operators(self, found: list[_Candidate]) -> None:
         """Operators that nobody has timed yet. Takes at most a third of the time that is left."""
         end = time.perf_counter() + (self.end - time.perf_counter()) / 3
         for candidate in found:
@@ -244,7 +244,7 @@ class Tuner:
 
     def _known(self) -> tuple[OpSchedulerBase, Decision] | None:
         """What an earlier process decided, if it still holds."""
-        text = _store.get(self._key())
+        text = store.get(self._key())
         if text is None or self.ranks:  # one rank might find what another does not
             return None
         try:

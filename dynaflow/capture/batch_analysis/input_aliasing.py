@@ -80,7 +80,7 @@ class Overlap:
                 if {first, second} <= fact.reads | fact.writes and {first, second} & fact.writes:
                     return False
         for space, *dims in zip(probe.spaces, *(probe.dims(node) for node in nodes), strict=True):
-            if dims != [None, None] and _meets_other_rows(*self.places, dims, sizes[next(iter(space))]):
+            if dims != [None, None] and meets_other_rows(*self.places, dims, sizes[next(iter(space))]):
                 return False
         return True
 
@@ -92,7 +92,7 @@ def overlap(one: Place, other: Place) -> bool:
     return _meet(one, other, _steps(one), _steps(other))
 
 
-def _meets_other_rows(one: Place, other: Place, dims: Sequence[int | None], rows: int) -> bool:
+def meets_other_rows(one: Place, other: Place, dims: Sequence[int | None], rows: int) -> bool:
     """Whether some row of one shares memory with another row of the other. `dims`: where they have their rows."""
     found: list[tuple[Steps, int]] = []
     for place, dim in zip((one, other), dims, strict=True):
@@ -154,9 +154,9 @@ class Sharing:
     def find(self, args: list[Any]) -> tuple[Overlap, ...]:
         """The inputs that overlap, of which one is written: none, in most calls."""
         seen = self._seen
-        return seen.found if seen is not None and seen.holds(args) else self._look(args)
+        return seen.found if seen is not None and seen.holds(args) else self.look(args)
 
-    def _look(self, args: list[Any]) -> tuple[Overlap, ...]:
+    def look(self, args: list[Any]) -> tuple[Overlap, ...]:
         inside = {i: held for i, arg in enumerate(args) if (held := _torch.held_tensors(arg)) is not None}
         places = {i: p for i, arg in enumerate(args) if i not in inside and (p := _place(arg)) is not None}
         written = frozenset(range(len(args))) if self.written is None else self.written

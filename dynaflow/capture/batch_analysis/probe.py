@@ -206,7 +206,7 @@ def _run(
         # In inference mode operators would come undecomposed: reshape for view, linear for addmm.
         with torch.inference_mode(False), _torch.concrete_fake_mode() as mode, torch.no_grad():
             saved = graph.forward.merged.get(spaces, {}) if graph.forward is not None else {}
-            run = _Run(graph, values, primes, BatchNumbers(spaces, values, primes), mode, saved)
+            run = ProbeRun(graph, values, primes, BatchNumbers(spaces, values, primes), mode, saved)
             try:
                 run.run(*run.inputs())
             except Contradiction:
@@ -221,7 +221,7 @@ def _run(
         torch.set_grad_enabled(grad)  # the graph may hold nodes that switch it
 
 
-class _Run(fx.Interpreter):
+class ProbeRun(fx.Interpreter):
     def __init__(
         self,
         graph: CapturedGraph,
@@ -294,7 +294,7 @@ class _Run(fx.Interpreter):
                 self.given.add(self.number(tensor))
                 facts.merged |= node.name not in self.saved and self._shares_its_dim(tensor)
         else:
-            self._call_or_tell(node, facts)
+            self.call_or_tell(node, facts)
             if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
                 facts.value = _torch.hinted(node.meta.get("example_value"))
         self.numbers.visit(node, facts.value, not tensors_in(facts.value) and self._is_of_other_dims(node))
@@ -329,7 +329,7 @@ class _Run(fx.Interpreter):
             node = node.args[0]
         return node
 
-    def _call_or_tell(self, node: fx.Node, facts: NodeFacts) -> None:
+    def call_or_tell(self, node: fx.Node, facts: NodeFacts) -> None:
         """What is alike is called once: most of a model's layers are."""
         if node.target in _REGION:
             self.told.clear()  # behind it the same call may do something else
@@ -361,7 +361,8 @@ class _Run(fx.Interpreter):
                 else:
                     args, kwargs = self.fetch_args_kwargs_from_env(node)
                     func = whole.default if kwargs.get("out") is None else whole.out
-                    facts.value = self.observer.observe(func, args, kwargs, lambda: super(_Run, self).run_node(node))
+                    run = super().run_node
+                    facts.value = self.observer.observe(func, args, kwargs, lambda: run(node))
             return True
         except Exception as e:
             shape = self.captured.shapes.get(node)
@@ -483,7 +484,7 @@ class _Observer(_torch.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: ProbeRun) -> None:
         super().__init__()
         self.run = run
         self.facts = NodeFacts()

@@ -19,12 +19,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.api import engine_of
 from dynaflow.core.memory_layout import is_dense, span
 from dynaflow.core.plan import happens_before
 from dynaflow.lower.memory import ALIGNMENT, Buffer, plan_arena
 from dynaflow.runtime.arena import Arena, BlockPool, View
-from tests.helpers import Each, Scheduler, assert_equal, compiled, graph_of, randn, run_rest
+from tests.helpers import (
+    Each,
+    Scheduler,
+    assert_equal,
+    blocks_of,
+    compiled,
+    graph_of,
+    randn,
+    run_rest,
+    set_chains,
+    write_results,
+)
 
 X = randn(6, 5, 8)
 CPU = torch.device("cpu")
@@ -33,7 +43,7 @@ CPU = torch.device("cpu")
 def fast_of(model: Callable[..., Any], scheduler: df.OpSchedulerBase | None = None, **options: Any) -> df.CompiledModel:
     """Uncompiled operators, but written into buffers as compiled ones are."""
     fast = compiled(model, scheduler, **{"batch_dims": {"x": 0}, **options})
-    engine_of(fast).operators.writes_into = True
+    write_results(fast)
     return fast
 
 
@@ -233,8 +243,7 @@ def test_grad_mode_turned_on_inside_the_model() -> None:
     with torch.no_grad():
         for _ in range(2):
             assert_equal(fast(X), model(X))
-    blocks = engine_of(fast).planner.lowerer.blocks
-    assert not blocks._blocks.get(CPU), "what remembers how it was made has memory of its own"
+    assert not blocks_of(fast).blocks(CPU), "what remembers how it was made has memory of its own"
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -301,8 +310,8 @@ def test_second_batch_size_and_empty_features() -> None:
 
 
 def is_in_arena(fast: df.CompiledModel, tensor: Tensor) -> bool:
-    blocks = [b for found in engine_of(fast).planner.lowerer.blocks._blocks.values() for b in found]
-    return any(b.memory.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for b in blocks)
+    place = tensor.untyped_storage().data_ptr()
+    return any(b.memory.untyped_storage().data_ptr() == place for b in blocks_of(fast).blocks(CPU))
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -376,7 +385,7 @@ RESULTS = [_contiguous, _reshape, _reshape_and_more, _to, _views, _used_on, _ret
 @pytest.mark.parametrize("chains", [True, False])
 def test_results_stay_as_they_are(model: Callable[..., Any], split: Any, chains: bool) -> None:
     fast = fast_of(model, by_operator(split))
-    engine_of(fast).planner.lowerer.chains = chains
+    set_chains(fast, chains)
     with torch.no_grad():
         for x in (X, X[:1]):  # a batch of 1 is a graph of its own: there a reshape may be no copy
             if split is not None and len(x) == 1:
@@ -743,7 +752,7 @@ def test_larger_block_takes_the_place_of_the_others() -> None:
     small.give(block)
     new, _ = large.take()
     large.give(new)
-    assert pool._blocks[CPU] == [new]
+    assert pool.blocks(CPU) == [new]
     assert small.take()[0] is new
 
 
@@ -775,7 +784,7 @@ def test_views_go_with_their_plan() -> None:
 
 def taken_blocks(fast: df.CompiledModel) -> list[Any]:
     """Fills with every block that a run takes."""
-    pool, found = engine_of(fast).planner.lowerer.blocks, []
+    pool, found = blocks_of(fast), []
     take = pool.take
 
     def watched(device: torch.device, nbytes: int) -> Any:
@@ -816,7 +825,7 @@ def test_block_comes_back_from_a_run_that_failed() -> None:
             ctx.execute([item], replace_func=fails)
 
     fast = fast_of(marked(torch.exp, torch.neg, torch.sin), Scheduler(schedule))
-    engine_of(fast).planner.lowerer.chains = False
+    set_chains(fast, False)
     found = taken_blocks(fast)
     with torch.no_grad():
         for broken in (False, True, False):

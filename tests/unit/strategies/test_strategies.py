@@ -12,8 +12,18 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow import strategies
-from dynaflow.api import engine_of
-from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, names, parts_of, randn
+from tests.helpers import (
+    STACK_RULES,
+    Each,
+    Scheduler,
+    Stack,
+    assert_equal,
+    compiled,
+    names,
+    parts_of,
+    randn,
+    write_results,
+)
 from tests.zoo import ZOO, tensors
 
 X = randn(6, 8)
@@ -131,7 +141,7 @@ def test_nothing_is_copied_to_join_the_parts_of_a_llama(name: str) -> None:
         df.offload(model, "cpu", match="*.layers.*")
         scheduler = strategies.Prefetch(nano if "(" in name else None)
     fast = compiled(model, scheduler)
-    engine_of(fast).operators.writes_into = True  # as compiled ones do
+    write_results(fast)  # as compiled ones do
     inputs = entry.inputs(6)
     assert_equal(fast(**inputs).logits, plain(**inputs).logits)
     assert fast.stats.joined_bytes == 0

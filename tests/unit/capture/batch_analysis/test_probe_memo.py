@@ -56,7 +56,7 @@ def memory(found: Probe) -> Counter[Any]:
 def told(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Each graph is probed a second time, with every call made, and both have to find the same."""
     counted: Counted = Counter()
-    again, call_or_tell, at = Told.again, probing._Run._call_or_tell, list[fx.Node]()
+    again, call_or_tell, at = Told.again, probing.ProbeRun.call_or_tell, list[fx.Node]()
 
     def noted(run: Any, node: fx.Node, facts: Any) -> None:
         at[:] = [node]
@@ -79,7 +79,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counted:
         counted["graphs that had any"] += counted.total() > before + len(found.facts)
         return found
 
-    monkeypatch.setattr(probing._Run, "_call_or_tell", noted)
+    monkeypatch.setattr(probing.ProbeRun, "call_or_tell", noted)
     monkeypatch.setattr(Told, "again", counting)
     monkeypatch.setattr(analyzed_graph, "probe", twice)
     return counted
