@@ -17,7 +17,8 @@ def wrong(what: str, value: Any, advice: str, error: Kind = DynaFlowError) -> Dy
 
 def is_integer(value: Any) -> bool:
     """Python's, or one that stands for it exactly, such as numpy's. A bool is a flag, and a float may be anything."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__") or str(getattr(value, "dtype", "")) == "bool":
+    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")  # numpy's, or torch's
+    if is_flag or not hasattr(type(value), "__index__"):
         return False
     try:
         operator.index(value)

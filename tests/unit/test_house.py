@@ -1,8 +1,10 @@
-"""What holds for the tests themselves: they use what dynaflow offers, and their assertions can fail."""
+"""What holds for the tests themselves: they use what dynaflow offers, their assertions can fail, and each module has
+some."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -144,3 +146,36 @@ def test_assertions_compare_what_they_say() -> None:
 )
 def test_assertions_that_can_not_fail_are_found(code: str, bad: bool) -> None:
     assert bool(list(swallowed(ast.parse(code)))) is bad
+
+
+UNIT = Path(__file__).parent
+MODULES = sorted(p.relative_to(ROOT).with_suffix("") for p in ROOT.rglob("*.py") if p.name != "__init__.py")
+
+
+def table_of(folder: Path) -> dict[str, str]:
+    """What the docstring of a folder of tests says of modules: lines `module: test_file.py, other_test.py`."""
+    text = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
+    return dict(re.findall(r"^([\w/]+): (.+)$", text, re.M))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=Path.as_posix)
+def test_each_module_is_tested(module: Path) -> None:
+    """In the mirrored place; or the docstring of the nearest folder of tests names the files that test it, or says why
+    none does."""
+    if (UNIT / module.parent / f"test_{module.name}.py").exists():
+        return
+    folder = next(f for f in (UNIT / module.parent, *(UNIT / module.parent).parents) if (f / "__init__.py").exists())
+    said = table_of(folder).get((UNIT / module).relative_to(folder).as_posix(), "")
+    place = f"tests/unit/{module.parent}/test_{module.name}.py"
+    assert said, f"write {place}, or name it in the docstring of {folder}/__init__.py"
+    files = re.findall(r"[\w./]+\.py", said)
+    assert files or len(said.split()) > 1
+    assert [file for file in files if not (folder / file).exists()] == []
+
+
+@pytest.mark.parametrize("folder", sorted({p.parent for p in UNIT.rglob("__init__.py")}), ids=name_of)
+def test_tables_of_modules_are_up_to_date(folder: Path) -> None:
+    for name in table_of(folder):
+        module = folder.relative_to(UNIT) / name
+        assert module in MODULES, f"{name} is gone"
+        assert not (UNIT / module.parent / f"test_{module.name}.py").exists(), f"{name} has a file of its own"

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.api import engine_of
-from dynaflow.engine.snapshot import Snapshot
 from dynaflow.tune.decision import Decision, Tried
 from dynaflow.tune.measure import Timing, side_by_side, timings
 from dynaflow.tune.solver import Piece, list_schedule, solve
-from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, graph_of, randn
+from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, randn
 
 X = randn(6, 8)
 
@@ -321,18 +320,6 @@ def test_timings() -> None:
     first, second = timings([[1.0, 2.0, 4.0], [0.5, 1.0, 4.0]])
     assert (first.ratio, first.seconds) == (1.0, 2.0)
     assert (second.ratio, second.low, second.high) == (0.5, 0.5, 1.0)
-
-
-def test_snapshot_puts_back_what_is_written() -> None:
-    fast = compiled(Counter(), Each(split=None))
-    state = torch.zeros(6, 8)
-    fast.plan(X, state)
-    graph = graph_of(fast)
-    args = [X if i.name == "x" else state if i.name == "state" else 6 for i in graph.graph.inputs]
-    snapshot = Snapshot(graph, args)
-    state.fill_(7)
-    snapshot.restore()
-    assert_equal(state, torch.zeros(6, 8))
 
 
 def test_decision_as_text() -> None:
