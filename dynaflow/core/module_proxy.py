@@ -40,12 +40,7 @@ class Face:
             model = model._df_model
         if name == "__signature__":
             return _signature(model)
-        try:
-            value = getattr(model, name)
-        except AttributeError:
-            if name.startswith("_") and not name.startswith("__"):  # our own, if the model has none of that name
-                return object.__getattribute__(self, f"_df{name}")
-            raise
+        value = getattr(model, name)
         if torch.compiler.is_dynamo_compiling() or not isinstance(value, types.MethodType):
             return value
         return types.MethodType(_chained(value), self) if value.__self__ is model else value
