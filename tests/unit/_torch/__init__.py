@@ -5,7 +5,6 @@ cuda: ../../gpu/test_cuda.py, since it takes a GPU
 distributed: ../schedule/test_rank_consensus.py, ../../distributed/two.py
 dynamo: ../engine/test_nested.py, ../test_compiled_model.py
 dynamo_patches: ../capture/test_inplace_shapes.py, ../capture/test_torch_modules.py
-fakes: ../capture/batch_analysis/test_probe.py
 forks: ../core/test_forks.py
 inductor: ../lower/test_compile_ops.py, ../lower/test_first_call.py
 random: ../training/test_gradients.py

@@ -1,17 +1,17 @@
 """Where modules without a test file of their own are tested, or why they are not:
 
-arguments: test_commands.py, test_cli.py
-bench: test_commands.py, test_cli.py
-demo: test_commands.py, test_cli.py
-doctor: test_commands.py, test_cli.py
-measured: test_commands.py, test_cli.py
-names: test_commands.py, test_cli.py
-output: test_commands.py, test_cli.py
-plan: test_commands.py, test_cli.py
+arguments: test_cli.py, test_commands.py
+bench: test_commands.py
+demo: test_commands.py
+doctor: test_commands.py
+measured: test_commands.py
+names: test_cli.py, test_commands.py
+output: test_commands.py
+plan: test_commands.py
 plan_for_device: ../cost/test_simulate.py
-run: test_commands.py, test_cli.py
-simulate: test_commands.py, test_cli.py
-trace: test_commands.py, test_cli.py
-tune: test_commands.py, test_cli.py
+run: test_commands.py
+simulate: test_cli.py, test_commands.py
+trace: test_commands.py
+tune: test_cli.py, test_commands.py
 view: ../observe/test_timelines.py
 """

@@ -4,6 +4,5 @@ decision: test_tuner.py
 explain: test_tuner.py
 measure: test_tuner.py
 profile: test_tuner.py
-progress: ../cli/test_cli.py
 solver: test_tuner.py
 """
