@@ -98,12 +98,12 @@ def _per_task(measured: tuple[dict[str, list[float]], int], which: str) -> Figur
 def lowered_plan(fast: df.CompiledModel, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
     """The plan's own function and the arguments that Dynamo calls it with."""
     lowered = next(iter(engine_of(fast).planner.cache.plans.values()))
-    run, seen = lowered.run, []
-    lowered.run = lambda given: seen.append(tuple(given)) or run(given)
+    run, seen = lowered.entry.call, []
+    lowered.entry.call = lambda given: seen.append(tuple(given)) or run(given)
     try:
         fast(*args, **kwargs)
     finally:
-        lowered.run = run
+        lowered.entry.call = run
     return lowered, seen[0]
 
 

@@ -17,7 +17,7 @@ from dynaflow.cli import plan_for_device
 from dynaflow.core.device import device_named
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
-from dynaflow.models.build import Situation, build, inputs
+from dynaflow.models.build import Workload, build, inputs
 from dynaflow.strategies import make
 
 LAYERS = 6
@@ -83,7 +83,7 @@ def _simulated(figure: Published) -> Figure:
         assert device.link is not None
         device = replace(device, link=replace(device.link, bandwidth=figure.link * 1e9))
     model = build(figure.model, tp=figure.tp, ep=figure.ep, layers=LAYERS)
-    situation = Situation(batch=figure.batch, prompt=figure.prompt, context=figure.context)
+    situation = Workload(batch=figure.batch, prompt=figure.prompt, context=figure.context)
     graph, plan = plan_for_device.capture(model, make(figure.strategy), inputs(model, situation), device)
     costs = Costs(graph, device)
     before = simulate(plan_for_device.in_sequence(plan), graph, costs, device, cudagraph=True)

@@ -23,7 +23,7 @@ from benchmarks.measure import Figure, Timed, Trial, agree, figure, side_by_side
 from benchmarks.settings import Settings
 from benchmarks.suite import Benchmark
 from dynaflow import api
-from dynaflow.serving.host import Batch, Hosted, Kept, tell_rows
+from dynaflow.serving.host import HostedGraph, RaggedBatch, SerializableGraph, inject_row_ranges
 from dynaflow.serving.scheduler import serving
 
 LIMIT = 150.0
@@ -49,9 +49,9 @@ def _(x: Tensor, layer_name: str) -> Tensor:
     return torch.empty_like(x)
 
 
-class Step(Batch):
+class Step(RaggedBatch):
     def __init__(self, rows: int, lengths: Sequence[int]) -> None:
-        super().__init__(rows, lengths, piece=64, most=MOST)
+        super().__init__(rows, lengths, chunk=64, max_parts=MOST)
         self.numbers = Server.numbers
 
     def part(self, start: int, stop: int) -> Tensor:
@@ -84,7 +84,7 @@ class Parts(df.OpSchedulerBase):
         self.parts = parts
 
     def partition(self) -> list[df.SplitModule | df.SplitFunc]:
-        return [df.SplitModule(nn.Linear), df.SplitFunc("dynaflow_told*")]
+        return [df.SplitModule(nn.Linear), df.SplitFunc("dynaflow_row_aware*")]
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         if self.parts > 1:
@@ -149,20 +149,20 @@ class Stand:
         return run
 
 
-class Graph(Kept):
-    def scheduled(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Hosted:
+class Graph(SerializableGraph):
+    def scheduled(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> HostedGraph:
         stand: Stand = self.host
         stand.given = list(inputs)
-        source = tell_rows(gm, inputs, lambda op, given: op.namespace == "dynaflow_bench", _within)
+        source = inject_row_ranges(gm, inputs, lambda op, given: op.namespace == "dynaflow_bench", _within)
         assert source is not None
         options = {"scheduler": serving(Parts(stand.parts), MOST), "operators": "eager"}
         engine = api.new_engine(None, {**options, "facts": lambda: Server.step.facts, "batch_dims": source.dims})
-        stand.hosted = Hosted(engine.backend(gm, inputs), source, engine)
+        stand.hosted = HostedGraph(engine.backend(gm, inputs), source, engine)
         return stand.hosted
 
 
 def _within(start: int, stop: int) -> Any:
-    return Server.step.entered(start, stop)
+    return Server.step.within(start, stop)
 
 
 def trials(settings: Settings) -> Iterator[Trial]:

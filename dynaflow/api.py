@@ -1,10 +1,14 @@
-"""The two doors: `compile(model, scheduler=...)`, and the torch.compile backend "dynaflow"."""
+"""The two entry points: `compile(model, scheduler=...)`, and the torch.compile backend "dynaflow".
+
+Both make an `Engine` from `Options`; torch.compile then calls it as a backend, with each graph that Dynamo captures.
+"""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
 import copy
+import dataclasses
 import inspect
 import itertools
 import types
@@ -22,8 +26,8 @@ from dynaflow.capture.torch_modules import TRACED
 from dynaflow.core import validate
 from dynaflow.core.device import device_for, device_named
 from dynaflow.core.module_proxy import (
-    Face,
-    ModuleFace,
+    ModuleProxy,
+    Proxy,
     function_of,
     is_async,
     modules_of,
@@ -39,20 +43,19 @@ from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import DynaFlowError, PlanError, RecordingError, shown, user_line
 from dynaflow.lower.compile_ops import Mode
 from dynaflow.lower.lower import CudaGraph, OnTask
-from dynaflow.options import check_options, combined, defaults
-from dynaflow.options import scheduler_of as _scheduler
+from dynaflow.options import Options, check_options, combined, defaults, scheduler_of
 from dynaflow.schedule.base import OpSchedulerBase
 
-if TYPE_CHECKING:  # and where they are asked for: who only runs models needs none of them
+if TYPE_CHECKING:  # imported on use: running a model needs none of them
     from dynaflow.cost.costs import Profile
     from dynaflow.cost.simulation import Simulation
     from dynaflow.observe.report import Report
     from dynaflow.tune.explain import Explanation
 
-CALLS_KEPT = 8
-"""Of each compiled model, for different hooks on its modules."""
+MAX_VARIANTS = 8
+"""Captured functions of a compiled model, one for each set of hooks on its modules."""
 
-INLINED = "called inside of another compiled function: it is a part of that one's graph, and not scheduled by itself"
+INLINED = "called inside of another compiled function: it is part of that graph and not scheduled by itself"
 
 
 def compile(
@@ -74,30 +77,32 @@ def compile(
     offload_most: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> CompiledModel:
-    """Returns the model with its operators run as `scheduler` says. The model itself is left as it is.
+    """Returns the model with its operators run as `scheduler` says. The model itself is not changed.
 
-    scheduler: one of your own, or the name of a strategy, which takes `scheduler_options`.
+    scheduler: your own, or the name of a strategy, which takes `scheduler_options`.
+    scheduler_options: options of the strategy, by name, e.g. {"parts": 3}.
     batch_dims: which inputs carry the batch, and on which dim, e.g. {"input_ids": 0}; by default dim 0 of the
         inputs that share its size.
     dynamic_dims: other dims that change from call to call, e.g. {"input_ids": [1]}, so that one capture serves
-        all their sizes. Those that are not named here are captured again at their second size.
-    facts: what the scheduler may ask by ctx.facts: a mapping, or a function that gives one for each call.
+        all their sizes. With other dims, the model is captured again at the second size.
+    facts: what the scheduler can read from ctx.facts: a mapping, or a function that returns one for each call.
     operators: "inductor" compiles them; "eager" runs them as they are.
-    verify: the first run of each plan is compared with the plain model's.
-    check: prove each plan safe before it runs.
+    verify: compares the first run of each plan with the plain model.
+    check: proves each plan safe before it runs.
+    fullgraph: raises where the model breaks the graph, as torch.compile does.
     cudagraph: "plan" replays a whole plan, all its lanes, as one CUDA graph; "pieces" leaves operators tagged
-        "no_capture" outside and captures what lies between; None launches kernel by kernel. No effect on CPU.
-    static_inputs: names (or globs) of inputs that stay where they are in memory from call to call, so that a
-        CUDA graph uses them in place. Parameters, buffers, tensors marked by torch._dynamo.mark_static_address
-        and inputs that the model writes are used in place anyway; others are copied in.
+        "no_capture" outside and captures the pieces in between; None launches kernel by kernel. No effect on CPU.
+    static_inputs: names (or globs) of inputs that have the same address in every call, so that a CUDA graph uses
+        them in place. Parameters, buffers, tensors marked by torch._dynamo.mark_static_address and inputs that the
+        model writes are used in place anyway; others are copied in.
     on_task: called as on_task(task, "start" | "stop") around each task, on its lane, for instrumentation.
-    offload_saved: in training, what the forward pass saves for the backward pass goes to host memory, if it has that
-        many bytes; the scheduler "prefetch" has the copy engines do it beside the computation.
-    offload_most: of that, so many bytes at most, spread over the layers: copies that take longer than the computation
-        that they run beside hold it up.
-    optimizer: its steps (SGD, Adam, AdamW) are made during the backward pass, a layer at a time; the scheduler
-        "optimizer_beside" has them run beside the backward of the layers below. Each backward pass is a step, with the
-        settings of the moment; the gradients are gone after it, and optimizer.step() does what remains.
+    offload_saved: in training, tensors of at least so many bytes that the forward pass saves for the backward pass
+        go to host memory; with the scheduler "prefetch" the copies run beside the computation.
+    offload_most: the most bytes that go there, spread over the layers: copies that take longer than the computation
+        beside them delay it.
+    optimizer: its steps (SGD, Adam, AdamW) run during the backward pass, one layer at a time; with the scheduler
+        "optimizer_overlap", beside the backward of the layers below. Each backward pass is a step, with the settings
+        of that moment. Gradients are freed by it, and optimizer.step() does only what remains.
     """
     if not callable(model) or isinstance(model, type):
         raise DynaFlowError(
@@ -109,38 +114,37 @@ def compile(
             f"compile() got {shown(model)}, which is asynchronous", line=user_line(),
             advice="compile what it awaits: a module or a function that returns tensors",
         )
-    options = {
-        "scheduler": scheduler,
-        "scheduler_options": scheduler_options,
-        "batch_dims": batch_dims,
-        "dynamic_dims": dynamic_dims,
-        "facts": facts,
-        "operators": operators,
-        "verify": verify,
-        "check": check,
-        "cudagraph": cudagraph,
-        "static_inputs": static_inputs,
-        "on_task": on_task,
-        "offload_saved": offload_saved,
-        "offload_most": offload_most,
-        "optimizer": optimizer,
-    }
+    options = Options(
+        scheduler=scheduler,
+        scheduler_options=scheduler_options,
+        batch_dims=batch_dims,
+        dynamic_dims=dynamic_dims,
+        facts=facts,
+        operators=operators,
+        verify=verify,
+        check=check,
+        cudagraph=cudagraph,
+        static_inputs=static_inputs,
+        on_task=on_task,
+        offload_saved=offload_saved,
+        offload_most=offload_most,
+        optimizer=optimizer,
+    )
     fullgraph = validate.flag(fullgraph, "fullgraph")
     made: CompiledModel = with_methods(*_kind_of(model))(model, new_engine(model, options), fullgraph, options)
     return made
 
 
-class CompiledModel(Face):
-    """A model under a schedule. Called like the model; all other attributes are the model's own.
+class CompiledModel(Proxy):
+    """A model under a schedule. It is called like the model; all other attributes are the model's own.
 
-    Where the model is an nn.Module, so is this: `eval`, `to`, `load_state_dict` and all other methods act on the model,
-    and return the compiled model where they would return the model. Copies and unpickled ones are compiled anew.
+    If the model is an nn.Module, so is this: `eval`, `to`, `load_state_dict` and all other methods act on the model,
+    and return the compiled model where they would return the model. Copies and unpickled models are compiled again.
     """
 
     __slots__ = (
-        "_df_calls",
+        "_df_current",
         "_df_engine",
-        "_df_fit",
         "_df_forward",
         "_df_fullgraph",
         "_df_hooks",
@@ -148,27 +152,30 @@ class CompiledModel(Face):
         "_df_note",
         "_df_options",
         "_df_takes_facts",
+        "_df_variants",
     )
 
-    def __init__(self, model: Any, engine: Engine, fullgraph: bool, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, engine: Engine, fullgraph: bool, options: Options) -> None:
         super().__init__(model)
         self._df_engine, self._df_fullgraph, self._df_options = engine, fullgraph, options
         engine.owned = True
         self._df_takes_facts = "facts" in _signature(model)
         self._df_forward: Callable[..., Any] | None = None
-        """What somebody has put in the place of `forward`."""
-        self._df_calls: dict[frozenset[int], _Call] = {}
-        """By the hooks on the model's modules: Dynamo does not look whether there are more."""
-        self._df_fit: tuple[int, Any] = (-1, None)
-        """How many hooks had ever been registered, and what was called then."""
+        """What was assigned to `forward`."""
+        self._df_variants: dict[frozenset[int], _Variant] = {}
+        """By the hooks on the model's modules: Dynamo does not guard on hooks that are added."""
+        self._df_current: tuple[int, Any] = (-1, None)
+        """The variant for the present hooks, and how many hooks had ever been registered when it was chosen."""
         self._df_latest: Callable[..., Any] | None = None
         self._df_hooks = -1
-        """The same again, for calls to come; -1 if there is more to be done than to call the function."""
-        self._df_note = _noting(engine.stats)
+        """The same for the fast path: the function, and the number of hooks; -1 if the slow path has to be taken."""
+        self._df_note = _inlined_noter(engine.stats)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model. `facts={...}` goes to the scheduler, unless the model has a parameter of that name; one that
-        takes `**kwargs` does not get it."""
+        """Calls the model.
+
+        `facts={...}` goes to the scheduler, unless the model has a parameter of that name; `**kwargs` doesn't get it.
+        """
         if torch.compiler.is_dynamo_compiling():
             return self._df_inlined(args, kwargs)
         if self._df_hooks != _torch.Hooks.next_id or "facts" in kwargs:
@@ -179,12 +186,12 @@ class CompiledModel(Face):
             if not _torch.waits_for_a_trace(e, (args, kwargs)):
                 raise
         finally:
-            if marks.undo:  # a capture failed half-way
+            if marks.undo:  # a capture failed
                 take_marks_back()
         return self(*args, **kwargs)
 
     def _df_inlined(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What Dynamo traces inside of another compiled model, whose backend or scheduler decides."""
+        """What Dynamo traces when another compiled model calls this one: the other one's scheduler decides."""
         self._df_note()
         if not self._df_takes_facts:
             kwargs.pop("facts", None)
@@ -200,7 +207,7 @@ class CompiledModel(Face):
             finally:
                 local.facts = before
         registered = _torch.Hooks.next_id
-        call = self._df_fitting(registered)
+        call = self._df_variant(registered)
         try:
             if not call.captured:
                 self._df_engine.prepare(args, kwargs)
@@ -221,25 +228,26 @@ class CompiledModel(Face):
         finally:
             take_marks_back()
 
-    def _df_fitting(self, registered: int) -> _Call:
-        """What is called with the hooks that are there now, when so many have ever been registered."""
-        if self._df_fit[0] != registered:
-            hooks, calls = _torch.hooks_of(modules_of(self._df_model)), self._df_calls
-            if hooks not in calls and len(calls) >= CALLS_KEPT:
-                calls.pop(next(iter(calls)), None)
-            self._df_fit = registered, calls.get(hooks) or calls.setdefault(hooks, _Call(self._df_compiled()))
-        return self._df_fit[1]
+    def _df_variant(self, registered: int) -> _Variant:
+        """Returns the variant for the present hooks, given how many have ever been registered."""
+        if self._df_current[0] != registered:
+            hooks, variants = _torch.hooks_of(modules_of(self._df_model)), self._df_variants
+            if hooks not in variants and len(variants) >= MAX_VARIANTS:
+                variants.pop(next(iter(variants)), None)
+            found = variants.get(hooks) or variants.setdefault(hooks, _Variant(self._df_compiled()))
+            self._df_current = registered, found
+        return self._df_current[1]
 
     def _df_compiled(self) -> Callable[..., Any]:
         backend = _backend_of(self._df_engine)
         return torch.compile(_own_frame(self._df_model), backend=backend, fullgraph=self._df_fullgraph)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these inputs, without running the model. If the model breaks the graph: for its first part."""
+        """Returns the plan for these inputs, without running the model; of its first graph, if it breaks the graph."""
         return self._df_ready(args, kwargs).plan
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Why these inputs run as they do: what was tried, what each gave, and what limits it. Print it."""
+        """Explains why these inputs run as they do: what was tried, how fast it was, what limits it. Print it."""
         from dynaflow.tune.explain import Explanation
 
         ready = self._df_ready(args, kwargs)
@@ -251,7 +259,7 @@ class CompiledModel(Face):
         return Explanation(plan=ready.plan, decision=ready.note, simulation=simulation, refusals=refusals)
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
-        """How long each operator of these inputs' plan takes alone, measured now; what the model writes is put back."""
+        """Measures how long each operator of these inputs' plan takes alone. What the model writes is restored."""
         from dynaflow.tune.profile import Profiler
 
         ready = self._df_ready(args, kwargs)
@@ -266,22 +274,22 @@ class CompiledModel(Face):
     def simulate(
         self, *args: Any, device: str | None = None, profile: Profile | None = None, **kwargs: Any
     ) -> Simulation:
-        """The timeline of these inputs' plan by the cost model: on this device, or on one named ("b200x8")."""
+        """Simulates these inputs' plan by the cost model: on this device, or on one named, e.g. "b200x8"."""
         return _simulated(self._df_ready(args, kwargs), device, profile)
 
     def report(self, *args: Any, profile: Profile | None = None, **kwargs: Any) -> Report:
-        """A run in words: what was busy, what overlapped, how near to the bound it is and why no nearer. Print it.
+        """Describes a run: what was busy, what overlapped, how close it is to the bound and why. Print it.
 
-        Takes a recording (`df.record`), or inputs: then their plan is run now, a few times, beside its calls in a row
-        and the uncut graph; what the model writes is put back. `profile` is for the simulator, which says what it
-        expects; by default, what was measured on this machine before.
+        Takes a recording (`df.record`), or inputs. Then their plan is run now, a few times, in turns with its tasks one
+        after the other and with the uncut graph; what the model writes is restored. `profile`: for the simulator's
+        prediction; by default, times that were measured on this machine before.
         """
-        from dynaflow.observe.live_report import reported_now
+        from dynaflow.observe.live_report import report_now
         from dynaflow.observe.recording import Recording
 
         if len(args) == 1 and not kwargs and isinstance(args[0], Recording):
             return args[0].report(self._df_engine.planner)
-        return reported_now(self._df_ready(args, kwargs), self._df_engine.planner, _checked_profile(profile))
+        return report_now(self._df_ready(args, kwargs), self._df_engine.planner, _checked_profile(profile))
 
     def _df_ready(self, args: Any, kwargs: Any) -> PlanReady:
         if (ready := self._df_engine.planner.planned(lambda: self(*args, **kwargs))) is not None:
@@ -292,23 +300,25 @@ class CompiledModel(Face):
 
     @property
     def stats(self) -> Stats:
-        """Counters of what was captured, planned and run."""
+        """Counters of captures, plans and runs."""
         return self._df_engine.stats
 
     def set_scheduler(self, scheduler: OpSchedulerBase | str, **options: Any) -> None:
-        """From the next call on, `scheduler` decides. Compiled operators stay. May be called from any thread."""
-        self._df_engine.planner.set_scheduler(_scheduler(scheduler, options))
-        self._df_options = {**self._df_options, "scheduler": scheduler, "scheduler_options": options or None}
+        """Sets the scheduler from the next call on. Compiled operators are reused. May be called from any thread."""
+        self._df_engine.planner.set_scheduler(scheduler_of(scheduler, options))
+        self._df_options = dataclasses.replace(
+            self._df_options, scheduler=scheduler, scheduler_options=options or None
+        )
 
     def __repr__(self) -> str:
         return f"dynaflow.compile({self._df_model!r})"
 
-    # Copies and pickles: the model, and how it was compiled
+    # Copies and pickles have the model and its options
 
     def __reduce__(self) -> Any:
         return _blank, _kind_of(self._df_model), self._df_state()
 
-    def __setstate__(self, state: tuple[Any, Mapping[str, Any], bool, Any]) -> None:
+    def __setstate__(self, state: tuple[Any, Options, bool, Any]) -> None:
         model, options, fullgraph, forward = state
         CompiledModel.__init__(self, model, new_engine(model, options), fullgraph, options)
         self._df_forward = forward
@@ -323,10 +333,11 @@ class CompiledModel(Face):
         made.__setstate__((copy.copy(self._df_model), *self._df_state()[1:]))
         return made
 
-    def _df_state(self) -> tuple[Any, Mapping[str, Any], bool, Any]:
-        if self._df_options["optimizer"] is not None:
+    def _df_state(self) -> tuple[Any, Options, bool, Any]:
+        if self._df_options.optimizer is not None:
             raise DynaFlowError(
-                "a model that was compiled with optimizer= can't be copied or pickled: the steps are another model's",
+                "a model that was compiled with optimizer= can't be copied or pickled: its optimizer has the parameters"
+                " of this model",
                 line=user_line(),
                 advice="copy the model itself, and compile the copy with an optimizer of its own",
             )
@@ -334,7 +345,7 @@ class CompiledModel(Face):
 
 
 class CompiledFunction(CompiledModel):
-    """A function under a schedule. In the body of a class it is a method, as any function."""
+    """A function under a schedule. In a class body it becomes a method, like any function."""
 
     __slots__ = ()
 
@@ -342,7 +353,7 @@ class CompiledFunction(CompiledModel):
         return self if instance is None else types.MethodType(self, instance)
 
 
-class CompiledModule(CompiledModel, ModuleFace):
+class CompiledModule(CompiledModel, ModuleProxy):
     """An nn.Module under a schedule."""
 
     __slots__ = ()
@@ -351,7 +362,7 @@ class CompiledModule(CompiledModel, ModuleFace):
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """Under the schedule, too. What is set in its place is called by `__call__`, and may call what was here."""
+        """Also runs under the schedule. A function assigned to it is called by `__call__`, and may call this one."""
         if self._df_forward is not None:
             return self._df_forward
 
@@ -376,8 +387,8 @@ class CompiledModule(CompiledModel, ModuleFace):
         self._df_forward = None
 
 
-class _Call:
-    """The model as Dynamo captures it, and whether it has."""
+class _Variant:
+    """The model as a function for Dynamo, and whether it has been captured."""
 
     __slots__ = ("captured", "function")
 
@@ -386,23 +397,23 @@ class _Call:
 
 
 def engine_of(compiled: CompiledModel) -> Engine:
-    """What works behind a compiled model: for tests and tools."""
+    """Returns the engine of a compiled model, for tests and tools."""
     return compiled._df_engine
 
 
 def _kind_of(model: Any) -> tuple[Any, tuple[str, ...]]:
-    """The class of the compiled model, and the special methods that it has of the model's."""
+    """Returns the class of the compiled model, and the model's special methods that it gets."""
     if isinstance(model, nn.Module):
         return CompiledModule, special_methods(model)
     return (CompiledFunction if isinstance(model, types.FunctionType) else CompiledModel), ()
 
 
 def _blank(kind: Any, special: tuple[str, ...]) -> Any:
-    """A compiled model that has nothing yet: the model that it will get may refer to it."""
+    """Returns an empty compiled model: the model that it will get may refer to it."""
     return object.__new__(with_methods(kind, special))
 
 
-def _noting(stats: Stats) -> Callable[[], bool]:
+def _inlined_noter(stats: Stats) -> Callable[[], bool]:
     def note() -> bool:
         if INLINED not in stats.plain_reasons:
             stats.plain_reasons.append(INLINED)
@@ -430,17 +441,17 @@ def _checked_profile(profile: Any) -> Profile | None:
 def backend(
     gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """`torch.compile(model, backend="dynaflow", options={"scheduler": ...})`: options are those of `compile`.
+    """`torch.compile(model, backend="dynaflow", options={"scheduler": ...})`: the options are those of `compile`.
 
-    What they leave open, `configure` and the environment say; mode "reduce-overhead" stands for CUDA graphs.
+    Options that are not given come from `configure` and the environment; mode "reduce-overhead" means CUDA graphs.
     """
-    # torch.compile hands over the same options for every graph of a model: one engine serves them all.
+    # torch.compile passes the same options object for every graph of a model: one engine serves them all.
     engine = _engines.get(id(options)) if options else None
     if engine is None or engine.options is not options:
         far = {"cudagraph": "plan"} if mode == "reduce-overhead" else {}
         try:
             engine = new_engine(None, combined(combined(far, defaults()), check_options(options or {})))
-        except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
+        except DynaFlowError as e:  # Dynamo would wrap it: raise it in the call instead
             return Raiser(e)
         if options:
             _engines[id(options)], engine.options = engine, options
@@ -454,20 +465,21 @@ del backend
 
 
 def __getattr__(name: str) -> Any:
-    """`backend`, which torch asks for before it traces a model for it."""
+    """`backend`, which torch looks up before it traces a model for it."""
     if name == "backend":
         _torch.teach_dynamo(TRACED)
         return _backend
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def new_engine(model: Any, options: Mapping[str, Any]) -> Engine:
-    options = check_options(options)
-    if options.get("optimizer") is not None:
+def new_engine(model: Any, options: Options | Mapping[str, Any]) -> Engine:
+    if not isinstance(options, Options):
+        options = Options(**check_options(options))
+    if options.optimizer is not None:
         check_model(model)
-    given = {k: v for k, v in options.items() if not k.startswith("scheduler") and v is not None}
     name = "model" if model is None else getattr(model, "__name__", model.__class__.__name__)
-    return Engine(_scheduler(**options), parameters=_signature(model), name=name, **given)
+    scheduler = scheduler_of(options.scheduler, options.scheduler_options)
+    return Engine(scheduler, parameters=_signature(model), name=name, **options.for_engine())
 
 
 def _signature(model: Any) -> tuple[str, ...]:
@@ -480,7 +492,7 @@ def _signature(model: Any) -> tuple[str, ...]:
 
 
 def _backend_of(engine: Engine) -> Callable[..., Any]:
-    """The engine as a backend. Dynamo keeps its backends for good; the engine, with its threads, must not be."""
+    """Returns the engine as a backend that doesn't keep it alive: Dynamo keeps backends, and an engine has threads."""
     engine_of = weakref.ref(engine)
 
     def call(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -493,18 +505,18 @@ def _backend_of(engine: Engine) -> Callable[..., Any]:
 
 
 def _own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with code of its own that calls the model.
+    """Returns a function with its own code object that calls the model.
 
-    Dynamo keeps what it compiles with a function's code, counts recompiles there, and remembers by file name and
-    line which sizes have changed: models would share all of it, and outlive their compiled object.
+    Dynamo stores compiled code and counts recompiles per code object, and remembers changed sizes by file name and
+    line. Otherwise models would share all of it, and it would outlive the compiled model.
     """
-    # Dynamo takes the forward of a module's class for one that stays as it is, unless somebody looks at it.
+    # Dynamo assumes that the forward of a module's class doesn't change, unless the traced code reads it.
     look = "    assert type(model).forward is not None\n" if isinstance(model, nn.Module) else ""
     body = f"  def call(*args, **kwargs):\n{look}    return model(*args, **kwargs)\n"
     source = f"def bind(model):\n{body}  return call\n"
     names: dict[str, Any] = {"__name__": __name__}
     exec(builtins.compile(source, f"<dynaflow call {next(_numbers)}>", "exec"), names)
-    # Dynamo keeps the globals until the code is gone: they must not lead back to it.
+    # Dynamo keeps the globals alive as long as the code: they must not refer to it.
     return names.pop("bind")(model)
 
 

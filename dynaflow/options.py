@@ -1,6 +1,7 @@
-"""The options of a compiled model, and where the torch.compile backend "dynaflow" gets them from.
+"""The options of a compiled model: what they are, and where the torch.compile backend "dynaflow" reads them.
 
-Whoever is nearest wins: `options=` of torch.compile, then `configure(...)`, then the environment.
+`Options` is the one list of them. `dynaflow.compile` takes its fields as keyword arguments and documents them. For the
+backend the nearest source wins: `options=` of torch.compile, then `configure(...)`, then the environment.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,91 +20,20 @@ from dynaflow.errors import DynaFlowError, shown
 from dynaflow.schedule.base import OpSchedulerBase, Sequential, checked_scheduler
 from dynaflow.strategies import make
 
-Options = Mapping[str, Any]
+if TYPE_CHECKING:  # `configure` needs none of them
+    from dynaflow.capture.captured_graph import BatchDims, DynamicDims
+    from dynaflow.engine.planner import Facts
+    from dynaflow.lower.compile_ops import Mode
+    from dynaflow.lower.lower import CudaGraph, OnTask
 
-OPTIONS = (
-    "scheduler",
-    "scheduler_options",
-    "batch_dims",
-    "dynamic_dims",
-    "facts",
-    "operators",
-    "verify",
-    "check",
-    "cudagraph",
-    "static_inputs",
-    "on_task",
-    "offload_saved",
-    "offload_most",
-    "optimizer",
-)
-"""Those of `dynaflow.compile`, where they are explained."""
+OPERATORS = ("inductor", "eager")
+CUDAGRAPHS = ("plan", "pieces")
 
-ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "DYNAFLOW_SCHEDULER": ("scheduler", str),
-    "DYNAFLOW_SCHEDULER_OPTIONS": ("scheduler_options", json.loads),
-    "DYNAFLOW_OPERATORS": ("operators", str),
-    "DYNAFLOW_CUDAGRAPH": ("cudagraph", str),
-    "DYNAFLOW_VERIFY": ("verify", lambda text: {"0": False, "false": False, "1": True, "true": True}[text.lower()]),
-}
-"""Variable -> the option that it sets, and how it is read."""
-
-_configured: Options = {}
+Check = Callable[[Any, str], Any]
+"""Returns the value of an option as it is used, given the value and the option's name; raises if it is invalid."""
 
 
-def configure(**options: Any) -> contextlib.AbstractContextManager[Any]:
-    """Sets options of the torch.compile backend "dynaflow" for this process: for what is compiled from now on, and
-    where `options=` of torch.compile says nothing else. None takes an option back. `with configure(...):` sets them
-    for the block. They are those of `compile`, which does not look at these.
-    """
-    global _configured
-    before = _configured
-    options = check_options(options)
-    after = {name: value for name, value in combined(before, options).items() if value is not None}
-    scheduler_of(**after)
-    _configured = after
-    undo = contextlib.ExitStack()
-    undo.callback(_set, before)
-    return undo
-
-
-def _set(options: Options) -> None:
-    global _configured
-    _configured = options
-
-
-def defaults() -> dict[str, Any]:
-    """What the backend does where torch.compile's `options=` say nothing."""
-    return combined(_from_environment(), _configured)
-
-
-def combined(far: Options, near: Options) -> dict[str, Any]:
-    """Both, the near ones winning. A scheduler's options go with it."""
-    kept = {k: v for k, v in far.items() if not ("scheduler" in near and k == "scheduler_options")}
-    return {**kept, **near}
-
-
-def check_options(options: Options) -> dict[str, Any]:
-    """The options as they are used. Raises if there is no such option, or a value that it can't have."""
-    for name in validate.mapping(options, "options", 'pass options by name: {"scheduler": "nanoflow"}'):
-        if name not in OPTIONS:
-            raise DynaFlowError(f"unknown option {shown(name)}", advice=f"the options are {', '.join(OPTIONS)}")
-    usual = lambda value, _: value  # noqa: E731
-    options = {k: None if v is None else CHECKS.get(k, usual)(v, k) for k, v in options.items()}
-    if options.get("offload_most") is not None and options.get("offload_saved") is None:
-        raise DynaFlowError(
-            "offload_most= without offload_saved=: nothing goes to host memory",
-            advice="say how large a tensor must be to go there: offload_saved=1 << 20",
-        )
-    if options.get("optimizer") is not None and options.get("verify"):
-        raise DynaFlowError(
-            "verify=True with optimizer=: what runs beside the plan would make steps of its own",
-            advice="verify the plans without optimizer=, and then train",
-        )
-    return options
-
-
-def _one_of(*allowed: str) -> Callable[[Any, str], str]:
+def _one_of(*allowed: str) -> Check:
     def check(value: Any, what: str) -> str:
         if not isinstance(value, str) or value not in allowed:
             raise validate.wrong(what, value, f"say {' or '.join(map(repr, allowed))}")
@@ -137,35 +68,129 @@ def _optimizer(value: Any, what: str) -> torch.optim.Optimizer:
     return value
 
 
+def _scheduler_options(value: Any, what: str) -> Mapping[str, Any]:
+    return validate.mapping(value, what, 'pass the strategy\'s options by name: {"parts": 3}')
+
+
+def _static_inputs(value: Any, what: str) -> tuple[str, ...]:
+    return tuple(validate.names(value, what, 'list the names, or globs: ["past_key_values.*"]'))
+
+
+def _on_task(value: Any, what: str) -> Any:
+    return validate.function(value, what, "pass a function: on_task(task, moment)")
+
+
 def _bytes(value: Any, what: str) -> int:
     return validate.integer(value, what, f"pass a number of bytes: {what}=1 << 20", least=0)
 
 
-CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "scheduler_options": lambda v, n: validate.mapping(v, n, 'pass the strategy\'s options by name: {"parts": 3}'),
-    "batch_dims": _batch_dims,
-    "dynamic_dims": _dynamic_dims,
-    "facts": _facts,
-    "operators": _one_of("inductor", "eager"),
-    "verify": validate.flag,
-    "check": validate.flag,
-    "cudagraph": _one_of("plan", "pieces"),
-    "static_inputs": lambda v, n: validate.names(v, n, 'list the names, or globs: ["past_key_values.*"]'),
-    "on_task": lambda v, n: validate.function(v, n, "pass a function: on_task(task, moment)"),
-    "offload_saved": _bytes,
-    "offload_most": _bytes,
-    "optimizer": _optimizer,
-}
-"""What becomes of the value of an option, if it is one that the option can have."""
+def _flag(text: str) -> bool:
+    return {"0": False, "false": False, "1": True, "true": True}[text.lower()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `dynaflow.compile`, which explains them. They are checked when it is made; None: the default.
+
+    `check` of a field returns the value as it is used, or raises; `read` parses the variable DYNAFLOW_<NAME>, where
+    there is one.
+    """
+
+    scheduler: OpSchedulerBase | str | None = field(default=None, metadata={"read": str})
+    scheduler_options: Mapping[str, Any] | None = field(
+        default=None, metadata={"check": _scheduler_options, "read": json.loads}
+    )
+    batch_dims: BatchDims | None = field(default=None, metadata={"check": _batch_dims})
+    dynamic_dims: DynamicDims | None = field(default=None, metadata={"check": _dynamic_dims})
+    facts: Facts | None = field(default=None, metadata={"check": _facts})
+    operators: Mode = field(default="inductor", metadata={"check": _one_of(*OPERATORS), "read": str})
+    verify: bool = field(default=False, metadata={"check": validate.flag, "read": _flag})
+    check: bool = field(default=True, metadata={"check": validate.flag})
+    cudagraph: CudaGraph = field(default=None, metadata={"check": _one_of(*CUDAGRAPHS), "read": str})
+    static_inputs: Sequence[str] = field(default=(), metadata={"check": _static_inputs})
+    on_task: OnTask | None = field(default=None, metadata={"check": _on_task})
+    offload_saved: int | None = field(default=None, metadata={"check": _bytes})
+    offload_most: int | None = field(default=None, metadata={"check": _bytes})
+    optimizer: torch.optim.Optimizer | None = field(default=None, metadata={"check": _optimizer})
+
+    def __post_init__(self) -> None:
+        given = check_options({f.name: getattr(self, f.name) for f in fields(self)})
+        for f in fields(self):
+            object.__setattr__(self, f.name, f.default if given[f.name] is None else given[f.name])
+
+    def for_engine(self) -> dict[str, Any]:
+        """All but the scheduler's, as keyword arguments."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("scheduler")}
+
+
+_FIELDS = {f.name: f for f in fields(Options)}
+OPTIONS = tuple(_FIELDS)
+ENVIRONMENT = {f"DYNAFLOW_{name.upper()}": f for name, f in _FIELDS.items() if "read" in f.metadata}
+"""Variable -> the option that it sets."""
+
+_configured: Mapping[str, Any] = {}
+
+
+def configure(**options: Any) -> contextlib.AbstractContextManager[Any]:
+    """Sets options of the torch.compile backend "dynaflow" for this process.
+
+    They apply to what is compiled from now on, where `options=` of torch.compile does not set them. None unsets an
+    option. `with configure(...):` sets them for the block. They are those of `compile`, which itself ignores these.
+    """
+    global _configured
+    before = _configured
+    options = check_options(options)
+    after = {name: value for name, value in combined(before, options).items() if value is not None}
+    scheduler_of(**after)
+    _configured = after
+    undo = contextlib.ExitStack()
+    undo.callback(_set, before)
+    return undo
+
+
+def _set(options: Mapping[str, Any]) -> None:
+    global _configured
+    _configured = options
+
+
+def defaults() -> dict[str, Any]:
+    """The backend's options where torch.compile's `options=` does not set them."""
+    return combined(_from_environment(), _configured)
+
+
+def combined(far: Mapping[str, Any], near: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges both; `near` wins. A scheduler's options are replaced together with it."""
+    remaining = {k: v for k, v in far.items() if not ("scheduler" in near and k == "scheduler_options")}
+    return {**remaining, **near}
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns these options as they are used. Raises if a name or a value is invalid."""
+    for name in validate.mapping(options, "options", 'pass options by name: {"scheduler": "nanoflow"}'):
+        if name not in _FIELDS:
+            raise DynaFlowError(f"unknown option {shown(name)}", advice=f"the options are {', '.join(OPTIONS)}")
+    checks = {name: _FIELDS[name].metadata.get("check", lambda value, _: value) for name in options}
+    options = {name: None if v is None else checks[name](v, name) for name, v in options.items()}
+    if options.get("offload_most") is not None and options.get("offload_saved") is None:
+        raise DynaFlowError(
+            "offload_most= without offload_saved=: nothing goes to host memory",
+            advice="say how large a tensor must be to go there: offload_saved=1 << 20",
+        )
+    if options.get("optimizer") is not None and options.get("verify"):
+        raise DynaFlowError(
+            "verify=True with optimizer=: the comparison with the plain model would make optimizer steps as well",
+            advice="verify the plans without optimizer=, and then train",
+        )
+    return options
 
 
 def scheduler_of(
     scheduler: OpSchedulerBase | str | None = None,
-    scheduler_options: Options | None = None,
+    scheduler_options: Mapping[str, Any] | None = None,
     tuning: float | None = None,
     **_: Any,
 ) -> OpSchedulerBase:
-    """The scheduler that the options name, or are. `tuning`: seconds that "auto" takes, unless its options say."""
+    """Returns the scheduler that the options name. `tuning`: the default of "auto" for its option `seconds`."""
     if isinstance(scheduler, str):
         if scheduler == "auto" and tuning is not None:
             scheduler_options = {"seconds": tuning, **(scheduler_options or {})}
@@ -180,10 +205,10 @@ def scheduler_of(
 
 def _from_environment() -> dict[str, Any]:
     found = {}
-    for variable, (option, read) in ENVIRONMENT.items():
+    for variable, option in ENVIRONMENT.items():
         if text := os.environ.get(variable):
             try:
-                found[option] = read(text)
+                found[option.name] = option.metadata["read"](text)
             except (ValueError, KeyError, RecursionError):
                 raise DynaFlowError(
                     f"{variable}={text!r} can't be read",

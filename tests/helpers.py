@@ -17,7 +17,7 @@ import dynaflow as df
 from dynaflow.api import engine_of
 from dynaflow.engine.engine import Engine
 from dynaflow.engine.planner import Planner, PlanReady
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.lower.lower import Lowerer
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime import cuda_graphs
@@ -195,7 +195,7 @@ def plans_of(fast: df.CompiledModel | Engine) -> list[df.Plan]:
     return planner_of(fast).plans()
 
 
-def lowered_of(fast: df.CompiledModel | Engine) -> list[Lowered]:
+def lowered_of(fast: df.CompiledModel | Engine) -> list[Executable]:
     """The same, lowered; without those that other schedulers have made."""
     return list(planner_of(fast).cache.plans.values())
 

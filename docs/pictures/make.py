@@ -19,7 +19,7 @@ from dynaflow.core.device import device_named
 from dynaflow.core.plan_text import kind_of
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
-from dynaflow.models.build import Situation, build, inputs
+from dynaflow.models.build import Workload, build, inputs
 from dynaflow.observe.document import Document, TimedTask
 from dynaflow.observe.timelines import of_plan, of_simulation
 from dynaflow.strategies import make
@@ -32,7 +32,7 @@ GREY, TEXT = "#999999", "#7a7a7a"
 WIDTH, LEFT, ROW, GAP = 760, 96, 22, 30
 
 
-def simulated(model: str, strategy: str, *, device: str, situation: Situation, layers: int | None = 2, tp: int = 1,
+def simulated(model: str, strategy: str, *, device: str, situation: Workload, layers: int | None = 2, tp: int = 1,
               ep: int = 1, **options: Any) -> list[Document]:  # fmt: skip
     where = device_named(device).with_ranks(max(tp, ep))
     made = build(model, tp=tp, ep=ep, layers=layers)
@@ -43,7 +43,7 @@ def simulated(model: str, strategy: str, *, device: str, situation: Situation, l
 def prefetched() -> list[Document]:
     model = build("llama-medium", layers=1, device="cpu", attention="sdpa")
     df.offload(model, "cpu", match="*.layers.*", at_least=1 << 20)
-    given = inputs(model, Situation(batch=8, prompt=512))
+    given = inputs(model, Workload(batch=8, prompt=512))
     graph, plan = capture(model, make("prefetch"), given, device_named("h200"))  # no device here: nothing is copied
     return [of_plan(plan, graph, title="prefetch: every task as one step")]
 
@@ -51,15 +51,15 @@ def prefetched() -> list[Document]:
 def stepped() -> list[Document]:
     """A backward pass, recorded: its plan, every task as one step."""
     model = build("llama-tiny", device="cpu", dtype=torch.float32, attention="sdpa").requires_grad_(True)
-    given = {**inputs(model, Situation(batch=4, prompt=8))}
+    given = {**inputs(model, Workload(batch=4, prompt=8))}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inner = _Layers()
-    fast = df.compile(model, make("optimizer_beside", inner=inner), optimizer=optimizer, operators="eager")
+    fast = df.compile(model, make("optimizer_overlap", inner=inner), optimizer=optimizer, operators="eager")
     batch = {"input_ids": given["input_ids"], "labels": given["input_ids"]}
     with df.record() as recording:
         fast(**batch).loss.backward()
     backward = next(call for call in recording.calls if call.phase == "backward")
-    return [of_plan(backward.plan, title="optimizer_beside, backward pass: every task as one step")]
+    return [of_plan(backward.plan, title="optimizer_overlap, backward pass: every task as one step")]
 
 
 class _Layers(df.OpSchedulerBase):
@@ -136,7 +136,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="{TEXT}">{html.escape(text)}</text>'
 
 
-PROMPTS = Situation(batch=8, prompt=1024)
+PROMPTS = Workload(batch=8, prompt=1024)
 PICTURES: dict[str, Callable[[], list[Document]]] = {
     "sequential": lambda: simulated("llama-3-8b", "nanoflow", device="h200", situation=PROMPTS)[:1],
     "nanoflow": lambda: simulated("llama-3-70b", "nanoflow", device="b200", tp=8, situation=PROMPTS),
@@ -146,8 +146,8 @@ PICTURES: dict[str, Callable[[], list[Document]]] = {
     "comet": lambda: simulated("mixtral-8x7b", "comet", device="h100", ep=4, situation=PROMPTS),
     "branches": lambda: simulated("inception-tiny", "branches", device="h200", situation=PROMPTS, layers=None),
     "prefetch": prefetched,
-    "optimizer_beside": stepped,
-    "searched": lambda: simulated("llama-3-70b", "searched", device="b200", tp=8, situation=PROMPTS),
+    "optimizer_overlap": stepped,
+    "solver": lambda: simulated("llama-3-70b", "solver", device="b200", tp=8, situation=PROMPTS),
 }
 
 

@@ -1,6 +1,13 @@
-"""Every private torch API that dynaflow uses, each behind one small function, by subject.
+"""Every private torch API that dynaflow uses, each behind one small function.
 
-Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on 2.11.0+cu130 on CUDA, unless a line says otherwise.
+A test fails on any use of a private API elsewhere. Seen to work on torch 2.11.0, 2.12.1 and 2.13.0 on CPU, and on
+2.11.0+cu130 on CUDA, unless a docstring says otherwise.
+
+`dynamo` reads what Dynamo captures, `dynamo_patches` works around its errors. `aot` compiles both passes of a graph
+with AOTAutograd, `inductor` compiles one graph. `nodes` and `symbols` read fx nodes and symbolic numbers. `tensors`,
+`fakes`,
+`autograd`, `cuda`, `random` and `distributed` hold what their names say; `forks` repairs torch after a fork. `versions`
+has the version of torch and shared types. `ops/` defines the operators `torch.ops.dynaflow.*`.
 """
 
 from torch._ops import OpOverload, OpOverloadPacket
@@ -29,7 +36,7 @@ from dynaflow._torch.autograd import (
     have_scalers_step,
     in_forward_mode,
 )
-from dynaflow._torch.cuda import leave_pool, set_stream, timing_event
+from dynaflow._torch.cuda import leave_pool, set_stream, sleep, timing_event
 from dynaflow._torch.distributed import (
     exchange,
     meet_in,
@@ -40,7 +47,7 @@ from dynaflow._torch.distributed import (
     symmetric_memory,
 )
 from dynaflow._torch.dynamo import (
-    GIVEN,
+    GRAPH_INPUT,
     NEVER_FRAMES,
     annotate,
     break_where_cast,
@@ -88,15 +95,32 @@ from dynaflow._torch.nodes import (
     boxed_forward,
     dtensor_method,
     has_transforms,
+    is_torchs_own,
     is_view,
     looked_at,
     looked_through,
+    op_name,
     opaque_type_name,
     overload_of,
     packet_of,
+    qualified_name,
+    schema_of,
 )
 from dynaflow._torch.ops import draws, embedding_bag, offload, optimizer, out_variants, recurrent
 from dynaflow._torch.random import draw_by_seed, draws_again, with_own_draws
 from dynaflow._torch.symbols import Symbols, expression, hinted, number
-from dynaflow._torch.tensors import held_tensors, same_addresses, storage_id, storage_users, view_at, wrapped_tensors
+from dynaflow._torch.tensors import (
+    foreach_copy,
+    foreach_zero,
+    held_tensors,
+    is_autograd_view,
+    is_mutated,
+    mark_static,
+    own_parameters,
+    same_addresses,
+    storage_id,
+    storage_users,
+    view_at,
+    wrapped_tensors,
+)
 from dynaflow._torch.versions import HOOKS, TORCH, Boxed, F, Hooks

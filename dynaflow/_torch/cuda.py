@@ -9,18 +9,23 @@ import torch
 
 
 def timing_event() -> Any:
-    """An event without the Python that torch.cuda.Event puts around each method. Seen on 2.11."""
+    """A CUDA event without the Python wrapper that torch.cuda.Event puts around each method. Seen on 2.11."""
     return torch._C._CudaEventBase(enable_timing=True)
 
 
 def set_stream(stream: Any) -> None:
-    """Makes `stream` current: what torch.cuda.set_stream does, less its checks."""
+    """torch.cuda.set_stream without its checks. Seen on 2.11."""
     torch._C._cuda_setStream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
 
 
+def sleep(cycles: int) -> None:
+    """Occupies the current stream for so many clock cycles. Seen on 2.11."""
+    torch.cuda._sleep(cycles)
+
+
 def leave_pool(device: torch.device, pool: Any) -> None:
-    """After a capture that failed: CUDAGraph.capture_end raises before it lets go of the memory pool."""
+    """Leaves the memory pool after a failed capture: CUDAGraph.capture_end raises before it does so. Seen on 2.11."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)

@@ -1,4 +1,4 @@
-"""Ranks, their groups and their store; DTensors and their sharding rules."""
+"""Ranks, process groups and their store; DTensors and their sharding rules."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def propagate_sharding(
     kwargs: dict[str, Any],
     dim_of: Callable[[torch.Tensor], int | None],
 ) -> SimpleNamespace:
-    """DTensor's answer: `shards`, the dimension on which each output is sharded (None: it is not, or not
-    only), and `changes`, pairs of an argument we gave and another that DTensor would run the call with."""
+    """Asks DTensor's sharding rules. Returns `shards`, the dim on which each output is sharded (None if it is not, or
+    not
+    only), and `changes`, the arguments that DTensor would replace, each with its replacement. Seen on 2.11 and 2.13."""
     from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema
@@ -50,7 +51,7 @@ def propagate_sharding(
         return [] if same else [(before, after)]
 
     def placements(schema: Any) -> list[tuple[Any, ...]]:
-        """As they are given, and all replicated."""
+        """The given placements, and all replicated."""
         given = tree_leaves([*schema.args_schema, *schema.kwargs_schema.values()])
         specs = [leaf if isinstance(leaf, DTensorSpec) else None for leaf in given]
         return [
@@ -62,7 +63,7 @@ def propagate_sharding(
         (placement,) = output.placements
         return placement.dim if type(placement) is Shard else None
 
-    # The call is run on fake tensors inside: neither our caller's modes nor their fake mode may see that.
+    # DTensor runs the call on fake tensors: hide that from the caller's modes.
     with _disable_current_modes():
         mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
         tables = DTensor._op_dispatcher.sharding_propagator
@@ -74,8 +75,8 @@ def propagate_sharding(
         if info is None:
             info = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
         schema = OpSchema(func, spec(tuple(args)), {k: spec(v) for k, v in kwargs.items()}, schema_info=info)
-        # DTensor follows every combination of placements through an operator's decomposition, which takes hours for a
-        # list of tensors. We only ask about the given ones.
+        # DTensor tries all combinations of placements on an operator's decomposition, which takes hours for a list of
+        # tensors. Restrict it to the given ones.
         decomposed: Any = getattr(propagator, "decomp_strategy", None)
         if decomposed is not None:
             decomposed._get_candidate_placements = placements
@@ -101,7 +102,7 @@ def rank() -> int:
 
 
 def ranks_of(groups: Sequence[str]) -> tuple[int, ...]:
-    """The ranks, in the whole world, of process groups given by name ("*": all); none where there is no world.
+    """The global ranks of process groups given by name ("*": all); empty if torch.distributed is not initialized.
 
     Seen on 2.11 and 2.13.
     """
@@ -119,7 +120,7 @@ def ranks_of(groups: Sequence[str]) -> tuple[int, ...]:
 
 
 def exchange(prefix: str, mine: int, ranks: Sequence[int], said: str, patience: timedelta) -> dict[int, str]:
-    """Leaves a text in the store of the process's default group, and returns what the ranks left there in time.
+    """Writes a text to the store of the default process group, and returns the texts that the ranks wrote in time.
 
     Seen on 2.11 and 2.13.
     """
@@ -129,14 +130,14 @@ def exchange(prefix: str, mine: int, ranks: Sequence[int], said: str, patience: 
     store.set(f"{prefix}/{mine}", said)
     heard: dict[int, str] = {}
     for rank in ranks:
-        with contextlib.suppress(torch.distributed.DistStoreError):  # it timed out
+        with contextlib.suppress(torch.distributed.DistStoreError):  # timed out
             store.wait([f"{prefix}/{rank}"], patience)
             heard[rank] = store.get(f"{prefix}/{rank}").decode()
     return heard
 
 
 def shard_of(tensor: Any) -> torch.Tensor | None:
-    """What a DTensor holds on this rank; None for anything else. Seen on 2.11 and 2.13."""
+    """The local shard of a DTensor; None for anything else. Seen on 2.11 and 2.13."""
     if type(tensor).__name__ not in ("DTensor", "Parameter") or not torch.distributed.is_available():
         return None
     shard = getattr(tensor, "_local_tensor", None)
@@ -144,14 +145,14 @@ def shard_of(tensor: Any) -> torch.Tensor | None:
 
 
 def symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that other ranks may be shown. Read in 2.13's source; not seen to work, for want of several GPUs."""
+    """Symmetric memory, which other ranks can map. From 2.13's source; not run, as that takes several GPUs."""
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def meet_in(buffer: torch.Tensor | None, group: str) -> torch.Tensor:
-    """Shows the group's ranks each other's memory. Read in 2.13's source; not seen to work."""
+    """Maps the group's symmetric memory on each rank. From 2.13's source; not run."""
     import torch.distributed._symmetric_memory as symmetric
 
     assert buffer is not None

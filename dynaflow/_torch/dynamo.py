@@ -1,4 +1,4 @@
-"""What Dynamo hands over, and what it can be asked for."""
+"""Dynamo: what it captures, and how to control it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ from dynaflow._torch.versions import HOOKS, F
 
 
 def annotate(annotation: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Puts `annotation` into meta["custom"] of the nodes that Dynamo traces inside it."""
+    """A context in which Dynamo adds `annotation` to meta["custom"] of the nodes that it traces."""
     from torch.fx.traceback import annotate
 
     return annotate(annotation)
 
 
 def constant_in_trace(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Dynamo calls the function while it traces and takes the result as a constant.
-
-    As torch.compiler.assume_constant_result, but without importing Dynamo at once.
-    """
+    """torch.compiler.assume_constant_result, without importing Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_a_frame(function: F) -> F:
-    """Dynamo traces the function where another one that it traces calls it, but does not compile it by itself."""
+    """Dynamo inlines the function into frames that it traces, but never compiles it as a frame."""
     NEVER_FRAMES.append(function.__code__)
     return function
 
@@ -43,7 +40,7 @@ NEVER_FRAMES: list[types.CodeType] = []
 
 
 def hooks_of(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
-    """The hooks on calls of these modules, and of all modules, by their numbers. Seen on 2.11 and 2.13."""
+    """The ids of the hooks on these modules, and of global module hooks. Seen on 2.11 and 2.13."""
     everywhere = vars(torch.nn.modules.module)
     found = [everywhere[f"_global{kind}"] for kind in HOOKS]
     found += [getattr(module, kind) for module in modules for kind in HOOKS]
@@ -57,18 +54,18 @@ def unwrapped_backend(backend: Any) -> Any:
 
 
 def is_ours(backend: Any) -> bool:
-    """Whether Dynamo traces for a backend of ours, by whichever door."""
+    """Whether the backend is dynaflow's, wrapped or not."""
     return str(getattr(unwrapped_backend(backend), "__module__", "")).startswith("dynaflow.")
 
 
 def break_where_cast(tensor: torch.Tensor) -> None:
-    """Leaves a call to torch where autocast would change what it computes in: on a CPU."""
+    """Breaks the graph at a call whose dtype autocast would change: on a CPU."""
     if not tensor.is_cuda and torch.is_autocast_enabled(tensor.device.type):
         torch._dynamo.graph_break()
 
 
 def breaks() -> Counter[str]:
-    """Why Dynamo has broken graphs in this process, and how often. Seen on 2.13."""
+    """Reasons of the graph breaks in this process, with their counts. Seen on 2.13."""
     from torch._dynamo.utils import counters
 
     found: Counter[str] = Counter()
@@ -79,16 +76,15 @@ def breaks() -> Counter[str]:
 
 
 def is_restart(error: Exception) -> bool:
-    """Whether it tells Dynamo to trace again, and nobody else anything."""
+    """Whether the error is Dynamo's own signal to trace again."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
 
 
 def restart_capture() -> BaseException:
-    """To be raised by a backend: Dynamo traces the frame again, e.g. after more dims were marked dynamic.
+    """An exception for a backend to raise: Dynamo traces the frame again, e.g. after more dims were marked dynamic.
 
-    A backend may only raise the first of the two classes (others Dynamo wraps); of the second it forgets where the
-    graph broke. It must: with symbols in place of numbers the second trace need not come past the same places. It
-    finds the breaks again by itself. Seen on 2.11 and 2.13.
+    Dynamo lets a backend raise the first of the two classes only. For the second it forgets the graph breaks, which it
+    must: with symbolic sizes the next trace may break elsewhere. Seen on 2.11 and 2.13.
     """
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 
@@ -99,7 +95,7 @@ def restart_capture() -> BaseException:
 
 
 def traced_frame() -> Any:
-    """What stands for the frame that Dynamo traces: the same when it traces it again. None outside. Seen on 2.11 and
+    """Identifies the frame that Dynamo traces, also when it traces it again. None outside of a trace. Seen on 2.11 and
     2.13."""
     from torch._guards import CompileContext
 
@@ -107,7 +103,7 @@ def traced_frame() -> Any:
 
 
 def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> Callable[[], None]:
-    """Asks Dynamo to keep `dims` symbolic if the model allows it. Returns the function that takes the marks back."""
+    """Asks Dynamo to keep `dims` symbolic if the model allows it. Returns a function that removes the marks."""
     before = dict(tensor.__dict__)
     torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
@@ -119,35 +115,35 @@ def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> Callable[[], None
     return undo
 
 
-GIVEN = "dynaflow_given"
-"""Where the `meta` of a placeholder that Dynamo did not make says what graph_input would."""
+GRAPH_INPUT = "dynaflow_given"
+"""Key in a placeholder's `meta` for the result of graph_input, where Dynamo did not make the placeholder."""
 
 
 def graph_input(placeholder: fx.Node) -> tuple[str, bool, Any]:
-    """Of a placeholder that Dynamo made: its source as text, whether a module owns it, and the example, or None if that
-    is gone: a backward pass may be compiled when it first runs."""
-    if GIVEN in placeholder.meta:
-        return placeholder.meta[GIVEN]
+    """A placeholder's source as text, whether a module owns it, and the example argument, or None if that is freed: a
+    backward pass may be compiled as late as its first run."""
+    if GRAPH_INPUT in placeholder.meta:
+        return placeholder.meta[GRAPH_INPUT]
     arg = placeholder.meta.get("grapharg")
-    if arg is None:  # one that somebody has added
+    if arg is None:  # added after the capture
         return placeholder.name, False, None
     name = arg.source.name
     owner = arg.source.guard_source
     owned = owner.is_unspecialized_nn_module() or owner.is_specialized_nn_module()
     try:
         example = arg.example
-    except AssertionError:  # Dynamo holds it weakly
+    except AssertionError:  # Dynamo holds a weak reference
         example = None
     return (name if isinstance(name, str) else name()), owned, example
 
 
 def is_marked_static(tensor: Any) -> bool:
-    """By torch._dynamo.mark_static_address."""
+    """Whether torch._dynamo.mark_static_address was called on the tensor."""
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
 def is_part(gm: fx.GraphModule) -> bool:
-    """Whether the graph ends at a graph break, or starts behind one."""
+    """Whether the graph ends at a graph break, or starts after one."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None:
         return False
@@ -155,8 +151,8 @@ def is_part(gm: fx.GraphModule) -> bool:
 
 
 def waits_for_a_trace(error: RuntimeError, given: Any) -> bool:
-    """Whether a compiled function refused a call only since another thread traced something at the time. Then it waits
-    until that is over. Seen on 2.11 and 2.13, where the mark of a trace is one for all threads."""
+    """Whether a compiled function rejected a call only because another thread was tracing. If so, waits until that
+    trace ends. Seen on 2.11 and 2.13, where the flag of a trace is global to all threads."""
     if "FX to symbolically trace" not in str(error) or torch._C._len_torch_dispatch_stack():
         return False
     if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(given)):
@@ -167,7 +163,7 @@ def waits_for_a_trace(error: RuntimeError, given: Any) -> bool:
 
 
 def pickled(value: Any) -> bytes:
-    """Operators, fake tensors and symbolic numbers as well; they come back in a symbolic world of their own."""
+    """Pickles values with operators, fake tensors and symbolic numbers. They are unpickled into a new ShapeEnv."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler, Options
 
@@ -175,7 +171,7 @@ def pickled(value: Any) -> bytes:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, FakeTensorMode):
                 return type(None), ()
-            if hasattr(obj, "_torch_unpickler"):  # a sympy function's class, which torch makes when it needs it
+            if hasattr(obj, "_torch_unpickler"):  # the class of a sympy function, which torch creates on demand
                 return obj._torch_unpickler, (obj._torch_handler_name,)
             return super().reducer_override(obj)
 
@@ -189,9 +185,9 @@ def unpickled(data: bytes) -> Any:
 
 
 def each_source_once() -> None:
-    """From now on, what Dynamo writes to disk has the source of each function that it traced, read once.
+    """Patches Dynamo to read the source of each traced function once when it serializes.
 
-    It reads it for each call that it traced, of which a model of many layers has thousands: seconds.
+    It reads the source for each traced call, of which a model of many layers has thousands: this takes seconds.
     """
     from torch._dynamo.package import SourceInfo
 
@@ -202,14 +198,14 @@ def each_source_once() -> None:
     def add_code(sources: Any, code: types.CodeType) -> None:
         if id(code) not in known:
             usual(found := SourceInfo(set()), code)
-            known[id(code)] = (found, code)  # which must not go, or another would have its number
+            known[id(code)] = (found, code)  # keeps the code alive, so that its id is not reused
         sources.inlined_sources |= known[id(code)][0].inlined_sources
 
     SourceInfo.add_code = add_code  # type: ignore[assignment]
 
 
 def serializable(owner: Any) -> None:
-    """Tells torch that it can write objects of this class to disk, where they are what a backend returned."""
+    """Registers a class of backend results that torch can serialize."""
     from torch._dynamo.aot_compile import SerializableCallable
 
     SerializableCallable.register(owner)

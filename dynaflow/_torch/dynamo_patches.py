@@ -1,4 +1,4 @@
-"""Where Dynamo goes wrong on models traced for dynaflow: it breaks the graph there, or is set right."""
+"""Workarounds for Dynamo's errors, in models traced for dynaflow only: break the graph, or fix the trace."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dynaflow.errors import fall_back
 
 
 def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
-    """In models that are traced for dynaflow, and in no others, Dynamo traces recurrent modules, and these functions in
-    place of torch's; and it breaks no graph at the masks of transformers. Seen on 2.13."""
+    """Installs the workarounds, once. They act only on models traced for dynaflow, in which Dynamo also traces
+    recurrent modules, `functions` in place of torch's, and the masks of nn.Transformer. Seen on 2.13."""
     from torch._dynamo.variables import builder
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -47,11 +47,11 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
     builder.VariableBuilder.wrap_module = wrap_module  # type: ignore[method-assign]
     for function, traced_instead in _MASKS.items():
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced_instead)
-    _leave_some_functions_alone()
+    _break_at_mapped_autograd_functions()
     _keep_lengths_of_deques()
     _break_where_traces_go_wrong()
     _run_what_dynamo_fails_on()
-    if TORCH < (2, 13):  # since then it is known; before, AOTAutograd drops the errors of torch.linalg in training
+    if TORCH < (2, 13):  # AOTAutograd drops the errors of torch.linalg in training; fixed in 2.13
         fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
     for code in NEVER_FRAMES:
         torch._dynamo.eval_frame.skip_code(code)
@@ -60,13 +60,13 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
 def _break_graph(tx: Any, why: str) -> None:
     from torch._dynamo.variables.base import VariableTracker
 
-    said = {"msg": VariableTracker.build(tx, why)}
-    VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], said)
+    message = {"msg": VariableTracker.build(tx, why)}
+    VariableTracker.build(tx, torch._dynamo.graph_break).call_function(tx, [], message)
 
 
-def _leave_some_functions_alone() -> None:
-    """Breaks the graph where an autograd.Function is mapped over: Dynamo would forget its backward, or fail. And where
-    one asks for None in place of gradients of zeros, which Dynamo forgets. Seen on 2.11 and 2.13."""
+def _break_at_mapped_autograd_functions() -> None:
+    """Breaks the graph at an autograd.Function under vmap: Dynamo drops its backward, or fails. Also at
+    set_materialize_grads, which Dynamo ignores. Seen on 2.11 and 2.13."""
     from torch._C._functorch import TransformType
     from torch._dynamo.variables.misc import AutogradFunctionContextVariable, AutogradFunctionVariable
     from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -76,7 +76,7 @@ def _leave_some_functions_alone() -> None:
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         mapped = any(level.key() == TransformType.Vmap for level in retrieve_all_functorch_interpreters())
         if mapped and torch.is_grad_enabled() and is_ours(tx.output.compiler_fn):
-            _break_graph(tx, "an autograd.Function is mapped over")
+            _break_graph(tx, "an autograd.Function runs under vmap")
         return usual(self, tx, args, kwargs)
 
     attribute = AutogradFunctionContextVariable.var_getattr
@@ -91,8 +91,8 @@ def _leave_some_functions_alone() -> None:
 
 
 def _keep_lengths_of_deques() -> None:
-    """Dynamo takes a deque that was made before for one without `maxlen`. It can't trace what changes one that has it:
-    that breaks the graph. Seen on 2.11 and 2.13."""
+    """Restores `maxlen` of a deque that existed before the trace, which Dynamo drops, and breaks the graph at changes
+    of such a deque, which Dynamo traces wrongly. Seen on 2.11 and 2.13."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import ConstantVariable, builder
@@ -121,13 +121,14 @@ _CHANGES_OF_DEQUES = set(dir(deque)) - set(dir(tuple)) - {"copy", "maxlen"}
 
 
 SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
-"""Calls that change the shape of the tensor that they are given."""
+"""Calls that change the shape of their argument in place."""
 
 
 def _break_where_traces_go_wrong() -> None:
-    """Breaks the graph at such calls, and where `data` is set: Dynamo goes on with the shape that the tensor had, in
-    Python code that looks at it. And at calls that fail on fake tensors: eager may well know what to do, as in a
-    jvp of a slice, and if it does not, its error is the user's own. Seen on 2.11 and 2.13."""
+    """Breaks the graph at in-place shape changes and assignments to `data`: Python code that Dynamo traces later would
+    see
+    the old shape. Also at calls that fail on fake tensors: they may work in eager mode, as a jvp of a slice does, and
+    if not, the user sees the eager error. Seen on 2.11 and 2.13."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._dynamo.variables import builder, builtin, tensor
     from torch._dynamo.variables.tensor import TensorVariable
@@ -157,7 +158,7 @@ def _break_where_traces_go_wrong() -> None:
                 return fake_value(node, tx, *args, **kwargs)
         except Exception as e:
             if isinstance(e, TorchDynamoException) and not isinstance(e, TorchRuntimeError):
-                raise  # Dynamo's own affair
+                raise  # a signal between parts of Dynamo
             return _break_graph(tx, f"{getattr(node.target, '__name__', node.target)} can't be traced")
 
     builder.get_fake_value = tensor.get_fake_value = get_fake_value
@@ -176,15 +177,15 @@ def _break_where_traces_go_wrong() -> None:
 
 
 def _run_what_dynamo_fails_on() -> None:
-    """Where Dynamo itself fails on a frame, which has not run yet, that frame runs as Python does. What the model calls
-    there may be captured still. Seen on 2.11 and 2.13."""
+    """Runs a frame in eager mode if Dynamo fails on it. Functions that the frame calls may still be captured. Seen on
+    2.11 and 2.13."""
     from torch._dynamo.convert_frame import ConvertFrame
     from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
     from torch._dynamo.types import ConvertFrameReturn
 
     convert = ConvertFrame.__call__
-    as_they_come = (AssertionError, IndexError, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode)
-    failures = (InternalTorchDynamoError, TorchRuntimeError, *as_they_come)
+    unwrapped = (AssertionError, IndexError, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode)
+    failures = (InternalTorchDynamoError, TorchRuntimeError, *unwrapped)
 
     def call(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, skip: int = 0) -> Any:
         try:
@@ -200,26 +201,27 @@ def _run_what_dynamo_fails_on() -> None:
     ConvertFrame.__call__ = call  # type: ignore[method-assign]
 
 
-def _same_again(function: Any) -> Callable[..., Any]:
-    """A function that Dynamo does not take for the same."""
+def _copy_of(function: Any) -> Callable[..., Any]:
+    """An equal function that Dynamo does not recognize."""
     copy = types.FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-_detect_causal = _same_again(torch.nn.modules.transformer._detect_is_causal_mask)
-_canonical_mask = _same_again(torch.nn.functional._canonical_mask)
+_detect_causal = _copy_of(torch.nn.modules.transformer._detect_is_causal_mask)
+_canonical_mask = _copy_of(torch.nn.functional._canonical_mask)
 
 
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether a mask is the causal one is read off its data, for a faster kernel: what it masks is the same."""
+    """torch compares the mask's data with the causal mask to choose a faster kernel. Skipping that changes no
+    result."""
     if is_causal is None and mask is not None and not mask.requires_grad and _traces_for_us():
         return False
     return cast("bool", _detect_causal(mask, is_causal, size))
 
 
 def _mask(*args: Any, check_other: bool = True, **kwargs: Any) -> Any:
-    """The check is for a warning, which can't be traced."""
+    """The check is for a warning only, and can't be traced."""
     return _canonical_mask(*args, check_other=check_other and not _traces_for_us(), **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What torch loses in a process that was forked."""
+"""Repairs torch in a forked process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def _note_calls() -> None:
-    """Before a fork: whether another thread is inside of a compiled function."""
+    """Before a fork: records whether another thread is inside a compiled function."""
     global _amid_calls
     _amid_calls = False
     mine = threading.get_ident()
@@ -21,9 +21,10 @@ def _note_calls() -> None:
 
 
 def _renew_compilers() -> None:
-    """In a child: the threads in which Inductor compiles are the parent's. And if it was forked amid calls of other
-    threads, these may have held locks of Dynamo's, which nobody will open: one for all captures, one in the guards of
-    each graph. So the graphs are captured anew. Seen on 2.11 and 2.13."""
+    """In a child: drops Inductor's pool of compile threads, which exists in the parent only. If other threads were
+    inside
+    compiled functions, they may have held Dynamo's locks (one for captures, one in each graph's guards), so the locks
+    are reset and the graphs are captured again. Seen on 2.11 and 2.13."""
     if compiler := sys.modules.get("torch._inductor.async_compile"):
         compiler.AsyncCompile.pool.cache_clear()
     if _amid_calls:

@@ -1,4 +1,4 @@
-"""Inductor, over one graph at a time."""
+"""Inductor: compiles one graph at a time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dynaflow.core import forks
 
 
 def warm_compiler() -> None:
-    """Starts the processes in which Inductor compiles kernels, if it will use any. They take seconds to come up."""
+    """Starts Inductor's compile processes, if it uses any: they take seconds to start."""
     from torch._inductor import async_compile
 
     warm = getattr(async_compile, "maybe_warm_pool", None)
     if warm is not None and torch.cuda.is_available():
         warm()
-        async_compile.AsyncCompile.use_process_pool()  # asks them to tell when they are ready
+        async_compile.AsyncCompile.use_process_pool()  # has them report when they are ready
 
 
 _replacing = forks.rlock()
@@ -36,9 +36,9 @@ _replacing = forks.rlock()
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """For a while, `function` is called in place of a function of torch's, which it gets as its first argument.
+    """In this context, and this thread, `function` is called in place of a function of torch's, its first argument.
 
-    That function is the process's own: so one thread at a time replaces any, and the others go on calling it.
+    Other threads still call the original. One thread at a time replaces functions.
     """
     mine = threading.get_ident()
     with _replacing:
@@ -55,26 +55,26 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 
 class Kernels:
-    """Kernels that Inductor's processes are still compiling, for several graphs at once.
+    """Compiles the kernels of several graphs concurrently.
 
-    Inductor waits for the kernels of each graph before it returns. Those of the next graph could be on their way
-    meanwhile: so inside `later` that wait is put off, until `wait`, which must come before any of the graphs is called.
+    Inductor waits for the kernels of a graph before it returns. Inside `later` that wait is deferred to `wait`, which
+    must be called before any of the graphs runs.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Callable[[], None], Callable[[Exception], Any]]] = []
 
     def later(self, failed: Callable[[Exception], Any]) -> contextlib.AbstractContextManager[None]:
-        """`failed`: called in `wait`, if a kernel can't be compiled that is asked for in this context."""
+        """Defers the wait for kernels requested in this context. `failed`: called in `wait` if one of them fails."""
         from torch._inductor.async_compile import AsyncCompile
 
-        def put_off(usual: Callable[..., None], *args: Any) -> None:
+        def defer(usual: Callable[..., None], *args: Any) -> None:
             self._waiting.append((lambda: usual(*args), failed))
 
-        return replaced(AsyncCompile, "wait", put_off)
+        return replaced(AsyncCompile, "wait", defer)
 
     def wait(self) -> bool:
-        """Whether all of them were compiled."""
+        """Waits for all kernels. Returns whether all were compiled."""
         good = True
         while self._waiting:
             wait, failed = self._waiting.pop(0)
@@ -87,19 +87,19 @@ class Kernels:
 
 
 def no_cpp_compiler() -> str:
-    """Why Inductor can't compile for the host; empty if it has a C++ compiler. Seen on 2.11 and 2.13."""
+    """Why Inductor can't compile for the CPU; empty if it has a C++ compiler. Seen on 2.11 and 2.13."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         get_cpp_compiler()
-    except Exception as e:  # InvalidCxxCompiler; or what the system says to a CXX that can't be run
+    except Exception as e:  # InvalidCxxCompiler, or an OSError if CXX can't be run
         return reason(e)
     return ""
 
 
 def is_compilers(error: BaseException) -> bool:
-    """Whether a compiler is at fault, and not what was compiled: when it is asked for a kernel as late as in a call, or
-    its code finds that it was made for something else. Seen on 2.11 and 2.13."""
+    """Whether an error of a call comes from the compiler and not from the compiled code: a kernel failed to compile
+    during the call, or a guard in the generated code failed. Seen on 2.11 and 2.13."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     if isinstance(error, torch.OutOfMemoryError):
@@ -117,10 +117,10 @@ _COMPILING = ("triton.", "torch._inductor.async_compile", "torch._inductor.codec
 
 
 def reason(error: BaseException) -> str:
-    """In a line, what compilers say in a hundred."""
+    """A compiler's error message in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])
-    return f"{type(error).__name__}: {told}"[:300]
+    text = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])
+    return f"{type(error).__name__}: {text}"[:300]
 
 
 def compile_operator(
@@ -128,30 +128,30 @@ def compile_operator(
     inputs: Sequence[Any],
     symbols: Symbols,
     *,
-    still: frozenset[int],
+    static: frozenset[int],
     direct: bool,
     failed: Callable[[Exception, fx.GraphModule], Boxed],
 ) -> Boxed:
-    """Inductor over a graph; the callable takes the graph's inputs in a list, which it empties, and returns a list.
+    """Compiles a graph. The result takes the graph's inputs in a list, which it empties, and returns a list.
 
-    `still`: inputs that stay where they are in memory, aligned as kernels like it: else each call looks at all.
-    `direct`: all results are tensors; then the compiled code is called without AOTAutograd's wrapper around it wherever
-    that has nothing to do, which takes half as long.
-    `failed`: gives what runs in place of the backward pass of a graph with gradients, if that can't be compiled, which
-    shows late.
+    `static`: inputs whose address never changes and is aligned: kernels skip the alignment check of those.
+    `direct`: all results are tensors, so the compiled code can be called without AOTAutograd's wrapper where that is a
+    no-op. This halves the overhead.
+    `failed`: returns a replacement for a backward pass that fails to compile, which happens late.
+    Seen on 2.11 and 2.13.
     """
     import torch._functorch.config
     import torch._inductor.config
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    set_kernel_folder(inputs)
+    set_triton_cache_dir(inputs)
     context = TracingContext(symbols.mode)
     made = []
 
     def inner(graph: Any, given: Sequence[Any], **options: Any) -> Any:
-        if len(given) == len(inputs):  # else some were left out, or put together
-            options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *still})
+        if len(given) == len(inputs):  # else some were dropped, or merged
+            options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *static})
         shaped = TORCH >= (2, 13) or keep_sums_in_shape(graph)
         with torch._inductor.config.patch({} if shaped else {"triton.mix_order_reduction": False}):
             try:
@@ -162,21 +162,21 @@ def compile_operator(
                 return _boxed(failed(e, graph))
         return made[-1][0]
 
-    # A hit in AOTAutograd's cache would hand out the wrapper alone. Inductor's own cache stays in use.
+    # A hit in AOTAutograd's cache returns the wrapper only. Inductor's own cache stays on.
     cache = torch._functorch.config.enable_autograd_cache and not direct
     caching = torch._functorch.config.patch(enable_autograd_cache=cache)
     apart = torch._inductor.config.patch(results_kept_apart())
-    with tracing(context), caching, apart, ignore_alignment_of_host(inputs):
+    with tracing(context), caching, apart, assume_host_inputs_aligned(inputs):
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)
-    if call is None or not _wrapper_is_idle(context.fw_metadata, len(inputs)):
+    if call is None or not _wrapper_is_noop(context.fw_metadata, len(inputs)):
         return _taking_a_list(wrapped, gm)
     written = [i for i, info in enumerate(context.fw_metadata.input_info) if info.mutates_data]  # type: ignore[union-attr]
     if not written:
         return cast("Boxed", call)
 
-    def call_and_tell(args: list[Any]) -> Any:
+    def call_and_bump_versions(args: list[Any]) -> Any:
         changed = [args[i] for i in written]
         results = call(args)
         for tensor in changed:
@@ -184,13 +184,14 @@ def compile_operator(
                 torch.autograd.graph.increment_version(tensor)
         return results
 
-    return call_and_tell
+    return call_and_bump_versions
 
 
 def results_kept_apart() -> dict[str, Any]:
-    """Settings by which results of a graph share no memory with an input, or with one another, that they don't share it
-    with as traced: Inductor returns `x` for `x * torch.ones(4)`. Nor does `as_strided` look at an input in the place of
-    what it looked at. Seen on 2.11 and 2.13."""
+    """Settings that preserve the aliasing of a graph's results as traced: Inductor returns `x` for `x * torch.ones(4)`,
+    and
+    lets `as_strided` view an input in place of a copy of it. Two passes, before and after Inductor's rewrites, insert
+    the missing copies. Seen on 2.11 and 2.13."""
     import torch._inductor.config as config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -206,7 +207,7 @@ def results_kept_apart() -> dict[str, Any]:
             self._own(graph)
 
         def uuid(self) -> Any:
-            """Of what torch's caches keep: not what another version of this file has made."""
+            """Part of the key of torch's caches: entries of other versions of this file don't match."""
             own = get_hash_for_files((__file__, nodes.__file__))
             if self._users is None:
                 return own
@@ -215,7 +216,7 @@ def results_kept_apart() -> dict[str, Any]:
 
     def note(graph: fx.Graph) -> None:
         (output,) = graph.find_nodes(op="output")
-        if isinstance(output.args[0], fx.Node):  # a graph within another
+        if isinstance(output.args[0], fx.Node):  # a subgraph
             return
         output.meta[key] = [looked_at(node) for node in output.args[0]]
         for node in graph.find_nodes(op="call_function", target=write):
@@ -229,8 +230,7 @@ def results_kept_apart() -> dict[str, Any]:
             return
         before, known, results = output.meta.pop(key), dict[fx.Node, fx.Node](), list(output.args[0])
         copies: dict[fx.Node, fx.Node] = {}
-        """By what was looked at before: a copy of what took its place. All that looked at it share one, as AOTAutograd
-        has results that share memory start where they start in it."""
+        """Original base -> copy of the base that replaced it. All views of the original share one copy."""
 
         def copy_of(own: fx.Node, base: fx.Node) -> fx.Node:
             if own not in copies:
@@ -243,10 +243,10 @@ def results_kept_apart() -> dict[str, Any]:
         for node in graph.find_nodes(op="call_function", target=stride):
             base = looked_at(node.args[0])
             own = node.meta.pop(key, base)
-            if own is not base and base.op == "placeholder":  # which may start anywhere in memory
+            if own is not base and base.op == "placeholder":  # whose storage offset is unknown
                 node.args = (copy_of(own, base), *node.args[1:])
         given = [node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")]
-        gradients = given.count(False) if any(given) else 0  # which may share memory: there is one for each input
+        gradients = given.count(False) if any(given) else 0  # one per input; they may share memory
         for i, node in enumerate(results[: len(before) - gradients]):
             if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
@@ -258,7 +258,7 @@ def results_kept_apart() -> dict[str, Any]:
         output.args = (type(output.args[0])(results),)
         for node in graph.find_nodes(op="call_function", target=write):
             base = looked_at(node.args[1])
-            if node.meta.pop(key, base) is not base and base.op == "placeholder":  # it may be written first
+            if node.meta.pop(key, base) is not base and base.op == "placeholder":  # the base may be written before
                 with graph.inserting_after(node.args[1]):
                     made = copied(graph, node.args[1], torch.ops.dynaflow.copy.default)
                 node.args = (node.args[0], made, *node.args[2:])
@@ -275,7 +275,7 @@ def results_kept_apart() -> dict[str, Any]:
 
 
 def _same_view(graph: fx.Graph, node: fx.Node, base: fx.Node, instead: fx.Node) -> fx.Node:
-    """What a view of `base` is of another tensor, of the same sizes and strides."""
+    """Applies the views from `base` to `node` to another tensor of the same sizes and strides."""
     if node is base:
         return instead
     if node.target is operator.getitem:  # one of several views
@@ -287,11 +287,11 @@ def _same_view(graph: fx.Graph, node: fx.Node, base: fx.Node, instead: fx.Node) 
     return graph.node_copy(node, lambda n: of if n is node.args[0] else n)
 
 
-def set_kernel_folder(inputs: Sequence[Any]) -> None:
-    """Triton keeps the kernels of a process in one folder, others' than Inductor's too, and finds them there again.
+def set_triton_cache_dir(inputs: Sequence[Any]) -> None:
+    """Sets Triton's cache folder, which all kernels of the process share, as Inductor does.
 
-    Inductor (2.11, 2.13) names it when it makes its first kernel, but not when it has found all in its own cache: then
-    the others would be looked for in Triton's usual folder, and compiled anew.
+    Inductor (2.11, 2.13) sets it with its first kernel, but not if it finds all kernels in its own cache. Then other
+    Triton kernels would be looked up in the default folder, and compiled again.
     """
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
@@ -300,11 +300,11 @@ def set_kernel_folder(inputs: Sequence[Any]) -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(devices[0].index or 0))
 
 
-def ignore_alignment_of_host(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """An operator that is given a tensor on the host does not make what is behind it slower.
+def assume_host_inputs_aligned(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Has Inductor take tensors on the host for aligned.
 
-    Inductor (2.11, 2.13) takes no tensor on the host for aligned, nor what an operator makes of one that is not: so
-    kernels would read its results on the device element by element.
+    Inductor (2.11, 2.13) takes them, and all that is computed from them, for unaligned, so that kernels on the device
+    would load the results element by element.
     """
     from torch._inductor import graph
 
@@ -315,16 +315,17 @@ def ignore_alignment_of_host(inputs: Sequence[Any]) -> contextlib.AbstractContex
 
 
 def inductor_settings(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """In this context, Inductor is configured so."""
+    """A context with these settings of Inductor."""
     import torch._inductor.config
 
     return torch._inductor.config.patch(dict(settings))
 
 
 def keep_sums_in_shape(gm: fx.GraphModule) -> bool:
-    """Before 2.13, where Inductor reads a tensor once for its sums over rows and over columns (mix_order_reduction), it
-    returns sums in one dimension that have more. Views of them come out right, so dimensions that a sum keeps are added
-    behind it, in the graph. False if that does not help them all."""
+    """Works around a bug before 2.13: with mix_order_reduction Inductor returns sums of several dims as
+    one-dimensional. Views
+    of sums are right, so `keepdim` becomes an unsqueeze after the sum. Returns False if that does not cover all
+    sums."""
     aten = torch.ops.aten
     sums = (aten.sum.dim_IntList, aten.prod.dim_int, aten.amax.default, aten.amin.default)
     (output,) = gm.graph.find_nodes(op="output")
@@ -349,15 +350,15 @@ def keep_sums_in_shape(gm: fx.GraphModule) -> bool:
 
 
 def _taking_a_list(wrapped: Any, gm: fx.GraphModule) -> Boxed:
-    """What AOTAutograd made, less the function around it, which would hold all arguments until the end.
+    """AOTAutograd's callable without its outer function, which would keep all arguments alive until the end.
 
-    That one is named `forward`, and adds the graph's own tensors to the arguments, if there are any.
+    The outer function is named `forward`, and adds the graph's own tensors to the arguments, if it has any.
     """
     call = wrapped
     while getattr(call, "__name__", "") == "forward":
         call = getattr(call, "__wrapped__", None)
     own = [*gm.parameters(), *gm.buffers()]
-    if call not in (wrapped, None) and not own and not torch.is_grad_enabled():  # else autograd holds them in any case
+    if call not in (wrapped, None) and not own and not torch.is_grad_enabled():  # else autograd keeps them alive anyway
         return cast("Boxed", call)
 
     def spread(args: list[Any]) -> Any:
@@ -369,7 +370,7 @@ def _taking_a_list(wrapped: Any, gm: fx.GraphModule) -> Boxed:
 
 
 def _boxed(call: Boxed) -> Boxed:
-    """As AOTAutograd knows those that take a list."""
+    """Marks a callable as one that takes a list, for AOTAutograd."""
 
     def boxed(args: list[Any]) -> Any:
         return call(args)
@@ -378,8 +379,8 @@ def _boxed(call: Boxed) -> Boxed:
     return boxed
 
 
-def _wrapper_is_idle(meta: Any, inputs: int) -> bool:
-    """Whether a compiled graph needs nothing done around it: no view to make again, no write to finish."""
+def _wrapper_is_noop(meta: Any, inputs: int) -> bool:
+    """Whether AOTAutograd's wrapper does nothing for a graph: no views to regenerate, no mutations to apply."""
     return (
         meta is not None
         and len(meta.input_info) == inputs

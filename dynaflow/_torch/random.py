@@ -1,4 +1,4 @@
-"""Random numbers that one pass draws from a seed, and another draws again."""
+"""Random numbers that one pass draws from a seed and another pass draws again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dynaflow._torch.inductor import compile_operator, reason
 from dynaflow._torch.nodes import boxed_forward
 from dynaflow._torch.symbols import Symbols
 from dynaflow._torch.versions import Boxed
+from dynaflow.core.fx_graphs import copy_graph
 from dynaflow.errors import DynaFlowError
 
 
 def draw_by_seed(gm: fx.GraphModule) -> None:
-    """Makes a pass drawn up for Inductor fit to run as it is: torch's own stand-ins for Inductor's random numbers know
-    nothing of seeds, and what the backward pass draws again has to be what the forward pass drew."""
+    """Makes a pass lowered for Inductor runnable uncompiled: torch's eager fallbacks for Inductor's random numbers
+    ignore seeds, and the backward pass has to draw the same numbers as the forward pass. Seen on 2.11 and 2.13."""
     from torch._inductor import inductor_prims
 
     for node in gm.graph.find_nodes(op="call_function", target=inductor_prims.random):
@@ -29,13 +30,14 @@ def draw_by_seed(gm: fx.GraphModule) -> None:
 
 
 def with_own_draws(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph, fit to run as it is: what it draws by seeds is what compiled code draws by them, in another pass."""
+    """The graph, runnable uncompiled: its seeds draw the same numbers as those of another, compiled pass. Seen on 2.11
+    and
+    2.13."""
     if not draws_again(gm):
         return gm
     from torch._inductor import inductor_prims
 
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph = copy_graph(gm.graph)
     for prim, drawn in ((inductor_prims.random, _drawn_random), (inductor_prims.randint, _drawn_randint)):
         for node in graph.find_nodes(op="call_function", target=prim):
             node.target = drawn
@@ -56,7 +58,7 @@ def _drawn_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor)
 def _draw(
     name: str, args: tuple[Any, ...], more: tuple[tuple[str, Any], ...], device: torch.device, dtype: torch.dtype
 ) -> Boxed:
-    """A draw compiled by itself; None stands for the seed."""
+    """A compiled graph of one draw; None stands for the seed."""
     from torch._inductor import inductor_prims
 
     graph, world = fx.Graph(), Symbols()
@@ -67,18 +69,18 @@ def _draw(
         example = torch.empty((), dtype=dtype, device=device)
     try:
         return compile_operator(
-            fx.GraphModule({}, graph), [example], world, still=frozenset(), direct=True,
+            fx.GraphModule({}, graph), [example], world, static=frozenset(), direct=True,
             failed=lambda e, graph: boxed_forward(graph),
         )  # fmt: skip
     except Exception as e:
         raise DynaFlowError(
             f"random numbers that another pass draws again can't be compiled: {reason(e)}",
-            advice='say operators="eager", under which no pass is compiled',
+            advice='use operators="eager", which compiles neither pass',
         ) from e
 
 
 def draws_again(gm: fx.GraphModule) -> bool:
-    """Whether it makes random numbers of a seed that it is given, as Inductor does."""
+    """Whether the graph draws random numbers from seeds among its inputs, as Inductor does. Seen on 2.11 and 2.13."""
     from torch._inductor import inductor_prims
 
     prims = (inductor_prims.random, inductor_prims.randint)

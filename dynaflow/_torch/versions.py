@@ -1,4 +1,4 @@
-"""The version of torch, and the plain types that its internals speak."""
+"""The version of torch, and shared types."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Hooks = RemovableHandle
-"""`Hooks.next_id` grows with each hook that is registered anywhere. Seen on 2.11 and 2.13."""
+"""`Hooks.next_id` grows with each hook registered anywhere. Seen on 2.11 and 2.13."""
 
 Boxed = Callable[[list[Any]], Any]
-"""A function that gets its arguments in a list and empties it: nobody else holds them, so each goes after its last
-use."""
+"""A function that takes its arguments in a list and empties it, so that each argument is freed after its last use."""
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,4 +1,4 @@
-"""`mark`: regions of model code that become operators of their own."""
+"""`mark`: regions of model code that become operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynaflow.errors import PartitionError, shown, user_line
 MARK = "dynaflow"
 
 
-@_torch.never_a_frame  # by itself, where a graph breaks inside of a region: what it returns is for a trace alone
+@_torch.never_a_frame  # not by itself after a graph break: the result is valid inside a trace only
 def mark(name: str, *, tag: str | tuple[str, ...] = (), splittable: bool | None = None) -> Any:
     """Marks a region of model code as one operator: `with mark("router"):`, or `@mark("router")` on a function.
 
@@ -31,8 +31,7 @@ def mark(name: str, *, tag: str | tuple[str, ...] = (), splittable: bool | None 
         )
     note = (name, tag_tuple(tag), splittable)
     if torch.compiler.is_compiling():
-        # Annotations of one key replace one another. With a key of its own each entry of a region stays
-        # apart from the next, and from the regions around it.
+        # Annotations with equal keys replace one another, so each entry of a region gets a key of its own.
         return _torch.annotate({f"{MARK}.{_next_entry()}": note})
     return _Mark(note)
 
@@ -51,7 +50,7 @@ def marks_of(node: fx.Node) -> list[tuple[str, tuple[str, tuple[str, ...], bool 
 
 
 class _Mark:
-    """What `mark` gives outside of a trace: a context manager that does nothing, and a decorator."""
+    """The result of `mark` outside of a trace: a context manager without effect, and a decorator."""
 
     def __init__(self, note: tuple[str, tuple[str, ...], bool | None]) -> None:
         self.note = note
@@ -77,6 +76,6 @@ def tag_tuple(tag: str | tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(tag, str):
         return (tag,)
     if not isinstance(tag, (tuple, list, set, frozenset)) or not all(isinstance(t, str) for t in tag):
-        advice = 'pass a text, or several: tag=("mlp", "memory")'
+        advice = 'pass a string, or several: tag=("mlp", "memory")'
         raise PartitionError(f"tag={shown(tag)}", line=user_line(), advice=advice)
     return tuple(tag)

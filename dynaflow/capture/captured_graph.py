@@ -22,7 +22,7 @@ from dynaflow import _torch
 from dynaflow.capture.collectives import make_contiguous
 from dynaflow.capture.dtensor_inputs import use_shards
 from dynaflow.capture.higher_order import drop_unused_numbers
-from dynaflow.capture.host_scalars import Numbers
+from dynaflow.capture.host_scalars import HostScalars
 from dynaflow.capture.node_info import unwrapped
 from dynaflow.errors import SplitError, nearest
 
@@ -55,7 +55,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Thing:
+class OpaqueValue:
     """An object that goes through a graph, such as a device mesh. Dynamo sees to it that it stays the same."""
 
     value: Any
@@ -76,19 +76,19 @@ class Input:
     """What a number stands for."""
     batch_dim: int | None = None
     """Where the user says that it carries the batch."""
-    still: bool = False
+    static_address: bool = False
     """It stays where it is in memory, at an even address: a module's own, or marked so."""
     pinned: bool = False
     """In host memory that the copy engine can reach."""
-    thing: Thing | None = None
+    opaque: OpaqueValue | None = None
     """What it is, if neither a tensor nor a number."""
-    memory: int | None = None
+    alias_set: int | None = None
     """Inputs with the same number share memory, row by row."""
 
     @property
-    def kind(self) -> Shape | sympy.Expr | Thing | None:
+    def kind(self) -> Shape | sympy.Expr | OpaqueValue | None:
         """What a compiler has to know of it."""
-        return self.shape or self.symbol or self.thing
+        return self.shape or self.symbol or self.opaque
 
 
 class CapturedGraph:
@@ -122,7 +122,7 @@ class CapturedGraph:
         self.grad = torch.is_grad_enabled() and phase == "inference"
         make_contiguous(gm)
         drop_unused_numbers(gm)
-        self.numbers = Numbers(gm)
+        self.host_scalars = HostScalars(gm)
         """Those that the graph makes of numbers alone."""
         self.shards = use_shards(gm)
         """Inputs that are DTensors, of which the graph takes what this rank holds."""
@@ -154,20 +154,20 @@ class CapturedGraph:
             if len(symbols) == 1:
                 yield from symbols
 
-    def sharing(self, pairs: Sequence[tuple[int, int]]) -> CapturedGraph:
+    def with_aliased_inputs(self, pairs: Sequence[tuple[int, int]]) -> CapturedGraph:
         """The same graph for calls in which the inputs at these positions share memory, row by row."""
         memory = list(range(len(self.inputs)))
         for one, other in pairs:
             memory = [memory[one] if m == memory[other] else m for m in memory]
         made = copy.copy(self)
         made.inputs = [
-            replace(given, memory=m if memory.count(m) > 1 else None)
+            replace(given, alias_set=m if memory.count(m) > 1 else None)
             for given, m in zip(self.inputs, memory, strict=True)
         ]
         return made
 
     @property
-    def idle(self) -> frozenset[int]:
+    def unused_numbers(self) -> frozenset[int]:
         """Positions of the inputs that are numbers on which nothing depends that the graph computes."""
         sizes = {s for shape in self.shapes.values() for e in (*shape.size, *shape.stride) for s in e.free_symbols}
         return frozenset(
@@ -203,7 +203,7 @@ class CapturedGraph:
                     places[expr] = (i, dim)
         return places
 
-    def batch_spaces(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
+    def batch_axes(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
         """The symbols that stand for the rows of the batch, and those for the requests of a ragged one.
 
         An input's batch may have a symbol of its own: those that have the same value now are taken as one.
@@ -213,10 +213,10 @@ class CapturedGraph:
             return ()
         counts = Counter(values[s] for s in found)
         rows = max(counts, key=lambda value: (counts[value], value != requests))
-        spaces = [frozenset(s for s in found if values[s] == rows)]
+        batch_axes = [frozenset(s for s in found if values[s] == rows)]
         if requests not in (0, rows) and (others := frozenset(s for s in found if values[s] == requests)):
-            spaces.append(others)
-        return tuple(spaces)
+            batch_axes.append(others)
+        return tuple(batch_axes)
 
 
 def batch_dims_of(
@@ -333,16 +333,9 @@ ALIGNMENT = 16
 """Bytes; compiled kernels read so many at once."""
 
 
-def _is_still(tensor: Any, owned: bool) -> bool:
+def _has_static_address(tensor: Any, owned: bool) -> bool:
     stays = owned or isinstance(tensor, torch.nn.Parameter) or _torch.is_marked_static(tensor)
     return stays and isinstance(tensor, torch.Tensor) and tensor.data_ptr() % ALIGNMENT == 0
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph for somebody who may change it."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
 
 
 def is_named(full: str, wanted: str) -> bool:
@@ -364,7 +357,7 @@ def _read_input(node: fx.Node, parameters: Sequence[str], declared: Mapping[str,
         shape=Shape.of(example) if tensor else None,
         symbol=None if tensor else _torch.expression(example) if isinstance(example, (int, torch.SymInt)) else None,
         batch_dim=declared.get(input_name(source, parameters)),
-        still=tensor and _is_still(real, owned),
+        static_address=tensor and _has_static_address(real, owned),
         pinned=type(real) in (torch.Tensor, torch.nn.Parameter) and not real.is_cuda and real.is_pinned(),
-        thing=None if known or real is None else Thing(real),
+        opaque=None if known or real is None else OpaqueValue(real),
     )

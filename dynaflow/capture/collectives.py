@@ -1,8 +1,9 @@
-"""Collectives in a graph: torch's functional ones, which give a result that has to be waited for, and declared ones.
+"""Collectives in a graph: torch's functional ones, and declared ones.
 
-All that torch.distributed does in a compiled graph is traced to `_c10d_functional` and a `wait_tensor` on the result.
-Until then the result may be looked at by nobody, so a collective and its wait are always one operator's. What other
-libraries have is a collective if somebody says so (`declared.collective`); its result needs no wait.
+Compiled graphs contain torch.distributed's calls as `_c10d_functional` operators, with a `wait_tensor` on the result.
+Nothing
+may read the result before the wait, so a collective and its wait belong to one operator. Collectives of other libraries
+are declared (`op_registry.collective`), and need no wait.
 """
 
 from __future__ import annotations
@@ -17,30 +18,28 @@ from dynaflow.capture.op_registry import arguments, collective_of
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 WAIT = "wait_tensor"
 ANY = "*"
-"""Stands for the groups in which ranks meet inside of an operator of DTensor's: they are not known."""
+"""Stands for the unknown process groups of collectives inside DTensor's operators."""
 _HIDDEN = ("redistribute", "full_tensor")
 EXCHANGING = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-"""They move slices of dim 0 between ranks."""
+"""Collectives that move slices of dim 0 between ranks."""
 ELEMENTWISE = ("all_reduce", "broadcast", WAIT, "_wrap_tensor_autograd")
-"""The result is like the input, element by element."""
+"""Collectives whose result has the shape of the input, element by element."""
 
 
 def name_of(node: fx.Node) -> str | None:
-    """Which of torch's collectives, or wait, the node calls."""
+    """The functional collective, or wait, that the node calls."""
     return _called(node.target)
 
 
 def _called(target: Any) -> str | None:
-    if isinstance(target, _torch.OpOverload):
-        return target._opname if target.namespace in NAMESPACES else None
-    if isinstance(target, _torch.OpOverloadPacket):
-        namespace, name = target._qualified_op_name.split("::")
-        return name if namespace in NAMESPACES else None
-    return None
+    if not isinstance(target, (_torch.OpOverload, _torch.OpOverloadPacket)):
+        return None
+    namespace, name = _torch.qualified_name(target).split("::")
+    return name if namespace in NAMESPACES else None
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The process group in which the node makes ranks meet."""
+    """The process group of the collective that the node calls; None if it calls none."""
     if _torch.dtensor_method(node) in _HIDDEN:
         return ANY
     if (declared := collective_of(node.target)) is not None:
@@ -53,7 +52,7 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def is_collective(target: Any) -> bool:
-    """It makes ranks meet, or waits for them, as far as can be seen: not inside of a DTensor's method."""
+    """Whether the target is a collective or a wait. Collectives inside a DTensor's method are not seen."""
     return _called(target) is not None or collective_of(target) is not None
 
 
@@ -68,7 +67,10 @@ def waited(node: fx.Node) -> fx.Node | None:
 
 
 def make_contiguous(gm: fx.GraphModule) -> None:
-    """What is exchanged has to be contiguous, on 2.11 at least. In the model it is; a slice of it may not be."""
+    """Makes the inputs of exchanging collectives contiguous, which they must be (2.11): a slice of rows may not be.
+
+    *Contract.* Changes the graph in place, before the analysis. Results stay equal.
+    """
     changed = False
     for node in gm.graph.nodes:
         if (name_of(node) or "").removesuffix("_coalesced") in EXCHANGING and isinstance(node.args[0], fx.Node):

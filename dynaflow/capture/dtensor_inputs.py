@@ -1,7 +1,9 @@
-"""Parameters that are shards of a tensor parallel model, taken as the plain tensors that they hold.
+"""DTensor inputs replaced by their local shards.
 
-A DTensor that the graph uses only as `to_local()` is known by what it holds on this rank: then nothing behind the
-capture needs to know of DTensors. The runner hands over the shard itself.
+*Contract.* Consumes a fresh graph. Each DTensor placeholder that is used only through `to_local()` becomes a plain
+tensor, in
+place, so that no later pass handles DTensors. Returns the positions of these inputs, for which the runner passes the
+local shards. Other DTensors stay.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dynaflow import _torch
 
 
 def use_shards(gm: fx.GraphModule) -> tuple[int, ...]:
-    """Makes such placeholders plain ones; returns their positions."""
+    """Replaces these placeholders. Returns their positions."""
     positions = []
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         shard = _torch.shard_of(node.meta.get("example_value"))

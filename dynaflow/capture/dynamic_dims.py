@@ -1,7 +1,7 @@
-"""The batch made dynamic before the model is captured, as far as the arguments show it.
+"""Marks the batch dynamic before the model is captured.
 
-Dynamo takes sizes as constants unless a dim is marked on the tensor. The backend marks what it finds constant and has
-the frame traced again; for a large model that takes long, so what can be seen beforehand is marked beforehand.
+Dynamo specializes on sizes unless a dim is marked. The backend marks dims that it finds specialized and has the frame
+traced again, which is slow for a large model. So dims that the arguments show are marked before the first trace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dynaflow import _torch
 from dynaflow.capture.captured_graph import BatchDims, DynamicDims, dims_to_mark
 
 DEPTH = 4
-"""How far into an argument tensors are looked for: cache.layers[i].keys is three steps."""
+"""Depth of the search for tensors in an argument: cache.layers[i].keys is at depth three."""
 
 
 def mark_arguments(
@@ -26,8 +26,7 @@ def mark_arguments(
     requests: int,
     dynamic: DynamicDims,
 ) -> Iterator[Callable[[], None]]:
-    """Marks the dims that look like the batch, and `dynamic`, one by one; yields the functions that take the marks
-    back."""
+    """Marks the dims that look like the batch, and the dims in `dynamic`. Yields functions that remove the marks."""
     names = [parameters[i] if i < len(parameters) else f"args.{i}" for i in range(len(args))]
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     tensors = {name: (tensor, False) for key, value in given.items() for name, tensor in _tensors(value, key, DEPTH)}

@@ -1,7 +1,8 @@
-"""Numbers that a graph makes of numbers alone, such as a counter that the model keeps in Python.
+"""Results that a graph computes from numbers only, such as a counter that the model keeps in Python.
 
-They are no work for a plan. Taken out of the graph, they are made beside it in each call; and what nothing else uses is
-no part of a situation, so that counting on does not ask for another plan.
+*Contract.* Consumes a fresh graph and removes these results from it, in place. Computes them beside the graph in each
+call, and inserts them among its results. Plans don't depend on numbers that nothing else uses, so a changed counter
+needs no new plan.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from dynaflow.core.fx_graphs import copy_nodes
 
-class Numbers:
-    """Those among a graph's results. The graph is changed: it has them no more."""
+
+class HostScalars:
+    """The numbers among a graph's results, which are removed from the graph."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         (output,) = gm.graph.find_nodes(op="output")
@@ -23,32 +26,28 @@ class Numbers:
         self.positions = [i for i, r in enumerate(results) if r in self._made_of]
         if not self.positions:
             return
-        self._function = self._taken_out(gm, [results[i] for i in self.positions])
+        self._function = self._extracted(gm, [results[i] for i in self.positions])
         gm.graph.find_nodes(op="output")[0].args = (tuple(r for r in results if r not in self._made_of),)
-        for node in reversed(list(gm.graph.nodes)):  # what was there for them alone
+        for node in reversed(list(gm.graph.nodes)):  # nodes that only they used
             if any(node in made for made in self._made_of.values()) and not node.users and node.op != "placeholder":
                 gm.graph.erase_node(node)
         gm.recompile()
 
-    def _taken_out(self, gm: fx.GraphModule, results: Sequence[fx.Node]) -> fx.GraphModule:
-        """A function of the graph's arguments that makes the numbers."""
-        graph, copies = fx.Graph(), {}
+    def _extracted(self, gm: fx.GraphModule, results: Sequence[fx.Node]) -> fx.GraphModule:
+        """A function of the graph's arguments that computes the numbers."""
         needed = set().union(*self._made_of.values())
-        for node in gm.graph.nodes:
-            if node.op == "placeholder":
-                copies[node] = graph.placeholder(node.name)
-            elif node in needed:
-                copies[node] = graph.node_copy(node, lambda n: copies[n])
-        graph.output(tuple(copies[r] for r in results))
+        graph = fx.Graph()
+        env = copy_nodes((n for n in gm.graph.nodes if n.op == "placeholder" or n in needed), graph, {})
+        graph.output(tuple(env[r] for r in results))
         return fx.GraphModule(gm, graph)
 
     def made(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The numbers, for a call with these arguments."""
+        """The numbers for a call with these arguments."""
         numbers: Sequence[Any] = self._function(*args)
         return numbers
 
     def put_back(self, numbers: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
-        """The results of a call with the numbers in their places."""
+        """The results of a call with the numbers inserted."""
         complete = list(results)
         for position, number in zip(self.positions, numbers, strict=True):
             complete.insert(position, number)
@@ -56,7 +55,7 @@ class Numbers:
 
 
 def _of_numbers(result: Any) -> set[fx.Node] | None:
-    """The nodes that a number is made by, if only numbers go into it; None for anything else."""
+    """The nodes that compute a number from numbers only; None for any other result."""
     if not isinstance(result, fx.Node) or not _is_number(result):
         return None
     found: set[fx.Node] = set()

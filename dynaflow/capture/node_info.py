@@ -1,4 +1,4 @@
-"""What a node of a captured graph is called, and where in the model it comes from."""
+"""Names of a node's call, and its origin in the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynaflow import _torch
 from dynaflow.capture.collectives import is_collective
 
 ORIGIN = "dynaflow_origin"
-"""Of a node in a pass of training: the name of the call in the model that it is a part of, and what that calls."""
+"""Key in the `meta` of a node of a training pass: (name, target) of the call in the model that it is a part of."""
 
 
 def target_names(node: fx.Node) -> list[str]:
@@ -19,16 +19,16 @@ def target_names(node: fx.Node) -> list[str]:
 
 
 def addresses_memory(node: fx.Node) -> bool:
-    """Whether it counts from the start of a tensor's storage, with strides of its own."""
+    """Whether the call addresses a tensor's storage with strides of its own."""
     return "as_strided" in target_names(node)[0]
 
 
 def names_of(target: Any) -> list[str]:
-    """The names under which a call may be asked for: short, and with its module or namespace."""
+    """The names by which a rule may match a call: short, and with its module or namespace."""
     if isinstance(target, str):
         return [target]
     if isinstance(target, (_torch.OpOverload, _torch.OpOverloadPacket)):
-        namespace, name = _torch.packet_of(target)._qualified_op_name.split("::")
+        namespace, name = _torch.qualified_name(target).split("::")
         exact = [str(target)] if isinstance(target, _torch.OpOverload) else []
         general = [f"collective::{name}"] if is_collective(target) else []
         return [name, *exact, f"{namespace}.{name}", f"{namespace}::{name}", *general]
@@ -43,7 +43,7 @@ def module_stack(node: fx.Node) -> list[tuple[str, type]]:
 
 
 def module_calls(node: fx.Node) -> list[str]:
-    """For each module of the stack, what tells this call of it from its other calls."""
+    """For each module of the stack, a key of this call of the module."""
     return list(node.meta.get("nn_module_stack") or {})
 
 
@@ -55,7 +55,7 @@ def source_line(node: fx.Node) -> str | None:
 
 
 def _normalise(path: str) -> str:
-    """Dynamo's spelling of a module path -> the path below the root: L['self']._modules['layers'][0] -> layers.0"""
+    """Dynamo's module path as a path below the root: L['self']._modules['layers'][0] -> layers.0"""
     path = unwrapped(path.replace(".__dict__['_modules']", "").replace("._modules", ""))
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     path = re.sub(r"^[LG]\.[^.]*", "", path)
@@ -63,5 +63,5 @@ def _normalise(path: str) -> str:
 
 
 def unwrapped(path: str) -> str:
-    """The path, less the steps from a compiled module (torch.compile's or ours) to the model behind it."""
+    """The path without the steps from a compiled module (torch.compile's or ours) to its model."""
     return re.sub(r"\.(_orig_mod|_df_model)\b", "", path)

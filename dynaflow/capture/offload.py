@@ -2,9 +2,9 @@
 
 `offload` gives the modules that own them a class in which the parameter's name is a property: it calls
 `torch.ops.dynaflow.fetch`, which copies to the device on the current stream. So a captured graph has one `fetch` for
-each use, inside the path of the module that uses it, and a scheduler (strategies/prefetch.py) says when it runs. The
-parameter itself remains, with other memory behind it: state_dict, named_parameters, load_state_dict, optimizers and
-tied weights know nothing of it.
+each use, in the path of the module that uses it, and a scheduler (strategies/prefetch.py) decides when it runs. The
+parameter object stays, with other storage: state_dict, named_parameters, load_state_dict, optimizers and tied weights
+work as before.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dynaflow import _torch
 from dynaflow.core import validate
 from dynaflow.errors import DynaFlowError, nearest, shortened, shown, user_line
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _ORIGINS = "_dynaflow_origins"
-"""On an offloaded model: where each of its tensors was before, by name."""
+"""Attribute of an offloaded model: the original device of each tensor, by name."""
 _FETCHED = "_dynaflow_fetched"
-"""On the class of an offloaded module: the names of the parameters that it fetches."""
+"""Attribute of an offloaded module's class: the names of the parameters that it fetches."""
 
 
 def offload(model: Model, device: torch.device | str, match: str | Sequence[str] = "*", *, at_least: int = 0) -> Model:
-    """Moves the parameters whose path fits `match` to host memory (pinned, for CUDA), and all else to `device`.
+    """Moves the parameters whose path matches to host memory (pinned, for CUDA), and all other tensors to `device`.
 
-    `match`: a glob, or several. `at_least`: parameters of fewer bytes stay on the device; norms and biases are not
-    worth a copy each. Buffers stay there too, since models write to them. A parameter that several modules share is
-    fetched by all of them if one of its paths fits.
+    `match`: a glob, or several. `at_least`: parameters of fewer bytes stay on the device, as norms and biases are not
+    worth
+    a copy. Buffers stay there too, since models write to them. All modules that share a parameter fetch it if one of
+    its paths matches.
 
-    A fetched parameter, `layer.weight`, is a copy: what is written to it is lost. Write to the one that
-    `named_parameters` gives. With gradients on, these arrive at the parameter, on the host; what autograd saves for the
-    backward pass stays on the device until then.
+    `layer.weight` is then a copy: writes to it are lost. Write to the parameters of `named_parameters` instead.
+    Gradients arrive at these, on the host. What autograd saves for the backward pass stays on the device until then.
     """
     _check_module("offload", model)
     place = _place(device)
@@ -70,7 +71,7 @@ def offload(model: Model, device: torch.device | str, match: str | Sequence[str]
     for _, tensor in _tensors(model):
         if id(tensor) not in away:
             _put(tensor, tensor.data.to(place))
-    kinds: dict[Any, type[nn.Module]] = {}  # equal modules share a class, as before
+    kinds: dict[Any, type[nn.Module]] = {}  # modules of one class still share a class
     for module, more in fetched.items():
         key = (_plain(module), frozenset(more | getattr(type(module), _FETCHED, frozenset())))
         if key not in kinds:
@@ -80,14 +81,14 @@ def offload(model: Model, device: torch.device | str, match: str | Sequence[str]
 
 
 def restore(model: Model) -> Model:
-    """Takes `offload` back: every parameter and buffer is used as it is again, on the device where it was before."""
+    """Undoes `offload`: moves parameters and buffers back to their original devices, and uses them directly again."""
     _check_module("restore", model)
     origins = model.__dict__.pop(_ORIGINS, None)
     if origins is None:
         raise DynaFlowError(
             f"restore: {type(model).__name__} was not offloaded",
             line=user_line(),
-            advice="pass the model that offload() got, and pass it once",
+            advice="pass the model that was given to offload(), once",
         )
     for module in model.modules():
         if _FETCHED in vars(type(module)):
@@ -105,7 +106,7 @@ def restore(model: Model) -> Model:
 
 def _check_module(who: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise DynaFlowError(f"{who}: {shown(model)} is no module", line=user_line(), advice="pass a torch.nn.Module")
+        raise DynaFlowError(f"{who}: {shown(model)} is not a module", line=user_line(), advice="pass a torch.nn.Module")
 
 
 def _place(device: Any) -> torch.device:
@@ -115,7 +116,7 @@ def _place(device: Any) -> torch.device:
             raise ValueError("it holds no data")
         torch.empty(0, device=found)
         return found
-    except Exception as e:  # no such device, or a torch without it
+    except Exception as e:  # no such device, or torch is built without it
         reason = shortened(str(e).splitlines()[0].split(". ")[0], 300)
         why = f"offload: no device {shown(device)}: {reason}"
         raise DynaFlowError(why, line=user_line(), advice='name one that torch has: "cuda", "cpu"') from None
@@ -128,10 +129,10 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module, str]]]:
-    """For each parameter: the paths by which it is reached, with the module that holds it and its name there."""
+    """For each parameter: its paths, each with the owning module and its attribute name there."""
     found: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
+        for name, parameter in _torch.own_parameters(module).items():
             if parameter is not None:
                 found.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module, name))
     return found
@@ -163,7 +164,7 @@ def _on_host(data: Tensor, pinned: bool) -> Tensor:
 
 
 def _put(tensor: Tensor, data: Tensor) -> None:
-    """Gives the tensor other memory; it stays the same object, so whoever shares it sees that too."""
+    """Replaces the tensor's data. The object stays the same, so all that share it see the change."""
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(data.device)
     tensor.data = data
@@ -172,17 +173,17 @@ def _put(tensor: Tensor, data: Tensor) -> None:
 def _fetched_already(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         for name in getattr(type(module), _FETCHED, ()):
-            yield module._parameters[name]  # type: ignore[misc]
+            yield _torch.own_parameters(module)[name]  # type: ignore[misc]
 
 
 def _plain(module: nn.Module) -> type[nn.Module]:
-    """The class that the module had before."""
+    """The module's original class."""
     kind = type(module)
     return kind.__mro__[1] if _FETCHED in vars(kind) else kind
 
 
 def _fetching(kind: type[nn.Module], names: frozenset[str], device: torch.device) -> type[nn.Module]:
-    """The class with properties that fetch in place of the parameters `names`. It goes by the same name."""
+    """A subclass, of the same name, with properties that fetch the parameters `names`."""
     space: dict[str, Any] = {name: _fetched(name, device) for name in names}
     space |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(space, **{_FETCHED: names}))
@@ -190,7 +191,7 @@ def _fetching(kind: type[nn.Module], names: frozenset[str], device: torch.device
 
 def _fetched(name: str, device: torch.device) -> property:
     def get(module: nn.Module) -> Tensor | None:
-        host = module._parameters[name]
+        host = _torch.own_parameters(module)[name]
         return None if host is None else torch.ops.dynaflow.fetch.default(host, device)
 
     return property(get)

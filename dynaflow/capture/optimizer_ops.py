@@ -1,8 +1,8 @@
-"""Steps of an optimizer as operators of the backward pass.
+"""Optimizer steps as operators of the backward pass.
 
-Behind the gradients of a layer stands a call of `torch.ops.dynaflow.update`, which makes the optimizer's own step for
-the layer's parameters alone. It reads the gradients and writes the parameters: so it comes after all that reads them,
-and a scheduler (strategies/optimizer_beside.py) says when and where it runs. These gradients go no further.
+After the gradients of a layer, `torch.ops.dynaflow.update` makes the optimizer's own step for the layer's parameters.
+It reads the gradients and writes the parameters, so it runs after all readers of these, and a scheduler
+(strategies/optimizer_overlap.py) decides when and where. The gradients are not returned.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dynaflow._torch.ops.optimizer import register_step
 from dynaflow.errors import DynaFlowError, user_line
 
 UPDATE = "update"
-"""The step for some parameters as an operator: how its name ends, and its tag."""
+"""The suffix of a step's operator name, and its tag."""
 KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Whose step treats every parameter by itself, as we have seen."""
+"""Optimizers whose step treats each parameter independently."""
 
 
-class Updates:
-    """An optimizer that makes its steps during the backward pass."""
+class OptimizerInBackward:
+    """An optimizer whose steps run in the backward pass."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         _check(optimizer)
         self.optimizer = optimizer
-        self._made: list[Update] = []
+        self._made: list[ParameterStep] = []
         mine = weakref.ref(self)
 
         def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,21 +43,21 @@ class Updates:
         weakref.finalize(self, _torch.have_scalers_step(optimizer))
 
     def parameters(self) -> dict[int, nn.Parameter]:
-        """All of the optimizer's, by identity."""
+        """The optimizer's parameters by id."""
         return {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
 
     def new(self, parameters: Sequence[nn.Parameter]) -> int:
-        """The step for some of the parameters, as a number that `torch.ops.dynaflow.update` takes."""
-        self._made.append(Update(self.optimizer, parameters))
+        """Registers the step for some parameters. Returns its number for `torch.ops.dynaflow.update`."""
+        self._made.append(ParameterStep(self.optimizer, parameters))
         return register_step(self._made[-1])
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Before a backward pass: every one of them can be updated in it, or none is."""
+        """Checks, before a backward pass, that all of the parameters can be updated in it."""
         known = self.parameters()
         for parameter in parameters:
             if id(parameter) not in known:
                 raise DynaFlowError(
-                    f"optimizer=: a parameter of shape {tuple(parameter.shape)} was the optimizer's, and is no more",
+                    f"optimizer=: a parameter of shape {tuple(parameter.shape)} is no longer one of the optimizer's",
                     advice="compile again when its groups have changed",
                 )
             if parameter.grad is not None:
@@ -75,38 +75,38 @@ class Updates:
                 )
             if not _torch.gets_gradient(parameter):
                 raise DynaFlowError(
-                    f"optimizer=: nobody asked for the gradient of a parameter of shape {tuple(parameter.shape)}, and "
+                    f"optimizer=: no gradient was requested for a parameter of shape {tuple(parameter.shape)}, and "
                     "every backward pass is a step",
                     advice="torch.autograd.grad and backward(inputs=...) need a model compiled without optimizer=",
                 )
         _torch.after_backward(lambda: _check_end(parameters))
 
     def _check_step(self, arguments: Sequence[Any]) -> None:
-        """Before `optimizer.step()`, which does what remains."""
+        """Checks the call of `optimizer.step()`, which updates the remaining parameters."""
         if any(a is not None for a in arguments):
             raise DynaFlowError(
-                "optimizer=: step(closure), but the steps were made in the backward pass",
+                "optimizer=: step(closure), but the steps ran in the backward pass",
                 line=user_line(),
                 advice="call step() without a closure",
             )
         if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise DynaFlowError(
-                "optimizer=: the gradients were scaled (GradScaler), and were applied as they are",
+                "optimizer=: the gradients were scaled (GradScaler), and were applied without unscaling",
                 line=user_line(),
                 advice="train in bfloat16, which needs no scaling, or compile without optimizer=",
             )
 
 
-class Update:
-    """The step for some parameters of an optimizer, with its state and its settings of the moment."""
+class ParameterStep:
+    """An optimizer's step for some of its parameters, with the current state and settings of the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer, self.parameters = optimizer, tuple(parameters)
         self._part = copy.copy(optimizer)  # without its hooks
-        self._step = type(optimizer).step  # a scheduler of learning rates wraps that of the optimizer itself
+        self._step = type(optimizer).step  # learning rate schedulers wrap the instance's step
 
     def step(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """`weights`: the memory of the parameters. A compiler need not hand over the parameters themselves."""
+        """`weights`: tensors with the parameters' memory. Compiled code may not pass the parameters themselves."""
         states = self._optimizer.state
         weight_of = dict(zip(map(id, self.parameters), weights, strict=True))
         self._part.param_groups = [
@@ -124,30 +124,30 @@ class Update:
         finally:
             for weight in weights:
                 weight.grad = None
-            self._part.state, self._part.param_groups = defaultdict(dict), []  # they may be copies
+            self._part.state, self._part.param_groups = defaultdict(dict), []  # drop references to copies
 
 
 def _laid_out_as(weight: Tensor, gradient: Tensor) -> Tensor:
-    """As autograd leaves it in `.grad`; some kernels take for granted that it is."""
+    """The gradient with the weight's strides, as autograd accumulates it and some kernels expect it."""
     return gradient if gradient.stride() == weight.stride() else torch.empty_like(weight).copy_(gradient)
 
 
-# What can't be
+# Unsupported uses
 
 
 def _check(optimizer: Any) -> None:
     if type(optimizer) not in KINDS:
         raise DynaFlowError(
-            f"optimizer={type(optimizer).__name__}: not known to treat every parameter by itself",
+            f"optimizer={type(optimizer).__name__}: not known to treat each parameter independently",
             line=user_line(),
             advice=f"use one of {', '.join(kind.__name__ for kind in KINDS)}, or compile without optimizer=",
         )
     for group in optimizer.param_groups:
         if group["differentiable"]:
             raise DynaFlowError(
-                "optimizer=: differentiable=True, but nothing goes back through a step of the backward pass",
+                "optimizer=: differentiable=True, but steps in the backward pass are not differentiable",
                 line=user_line(),
-                advice="leave it out, or compile without optimizer=",
+                advice="remove it, or compile without optimizer=",
             )
         if any(_torch.shard_of(p) is not None for p in group["params"]):
             raise DynaFlowError(
@@ -158,9 +158,9 @@ def _check(optimizer: Any) -> None:
         kinds = sorted({p.device.type for p in group["params"]})
         if len(kinds) > 1 and group["foreach"] is None and group["fused"] is None:
             raise DynaFlowError(
-                f"optimizer=: parameters of one group are on {' and '.join(kinds)}, by which torch chooses how to step",
+                f"optimizer=: parameters of one group are on {' and '.join(kinds)}, which decides how torch steps",
                 line=user_line(),
-                advice="choose yourself: pass foreach=True or False to the optimizer",
+                advice="pass foreach=True or foreach=False to the optimizer",
             )
 
 
@@ -170,12 +170,12 @@ def _check_end(parameters: Sequence[nn.Parameter]) -> None:
             raise DynaFlowError(
                 f"optimizer=: a parameter of shape {tuple(parameter.shape)} has been updated, and got another gradient "
                 "from outside of the compiled model",
-                advice="use it inside of the model alone, or compile without optimizer=",
+                advice="use it in the compiled model only, or compile without optimizer=",
             )
 
 
 def check_model(model: Any) -> None:
-    """Who sums gradients over ranks does so when they arrive at the parameters."""
+    """Rejects wrappers that reduce gradients over ranks when these arrive at the parameters."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             raise DynaFlowError(

@@ -1,7 +1,11 @@
-"""The backward graph with an optimizer's steps in it: a call of `torch.ops.dynaflow.update` for each layer.
+"""Inserts an optimizer's steps into the backward graph: one `torch.ops.dynaflow.update` per layer.
 
-The graph computes and does not write, up to here. A step writes weights, so whatever looks at them must be seen to do
-so: what forward saved for backward may be views of weights, which are made again from the weights themselves.
+*Contract.* Consumes the forward graph (read only) and then the backward graph, which it changes in place: weights
+become
+inputs, each layer gets an update after the last use of its weights, and the updated gradients become None. Raises
+DynaFlowError for graphs with breaks and for sparse gradients. The order of the other nodes does not change.
+
+An update writes weights, so all uses of these must be visible: saved views of weights are recomputed from the weights.
 """
 
 from __future__ import annotations
@@ -16,32 +20,32 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.node_info import module_stack
-from dynaflow.capture.optimizer_ops import Updates
+from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.errors import DynaFlowError
 
 
-class Updating:
-    """The parameters of one captured model that its backward pass updates."""
+class StepInserter:
+    """Inserts the steps for the parameters of one captured model."""
 
-    def __init__(self, updates: Updates, inputs: dict[str, Any], partial: bool) -> None:
-        """`inputs`: what the model got when it was captured, by the names that AOTAutograd gives."""
+    def __init__(self, updates: OptimizerInBackward, inputs: dict[str, Any], partial: bool) -> None:
+        """`inputs`: the example arguments, by AOTAutograd's names."""
         if partial:
             raise DynaFlowError(
                 "optimizer=: the model breaks the graph, and a parameter may get gradients from several of its parts",
-                advice="fullgraph=True shows where; mend that, or compile without optimizer=",
+                advice="fullgraph=True shows where; remove the break, or compile without optimizer=",
             )
         known = updates.parameters()
-        # A device may still be reading what is in host memory: that is left to the optimizer's own step.
+        # Copies to a device may still read parameters in host memory: the optimizer's own step updates those.
         away = any(isinstance(t, torch.Tensor) and not t.is_cpu for t in inputs.values())
         mine = {n: t for n, t in inputs.items() if id(t) in known and t.requires_grad and not (away and t.is_cpu)}
-        # Dynamo keeps what runs the passes for as long as the model's code lives: the weights must not be.
+        # Dynamo keeps the passes as long as the model's code. They must not keep the weights alive.
         self._updates = weakref.ref(updates)
         self._weights: dict[str, Callable[[], Any]] = {n: weakref.ref(p) for n, p in mine.items()}
         self._places: dict[str, fx.Node] = {}
         self._views: dict[str, fx.Node] = {}
-        """What the forward graph returns that looks at the weights, by the name that it has in both passes."""
+        """Views of weights that the forward graph returns, by their name in both passes."""
         self._added: list[str] = []
-        """What the backward graph gets beside all that was saved for it."""
+        """Weights that the backward graph takes in addition to the saved values."""
 
     def look_at_forward(self, gm: fx.GraphModule) -> None:
         self._places = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
@@ -49,16 +53,16 @@ class Updating:
         for node in output.args[0]:
             if isinstance(node, fx.Node) and base(node).name in self._weights:
                 self._views[node.name] = node
-                if not _is_of_one_tensor(node):  # nor updated, then
+                if not _is_of_one_tensor(node):  # then it is not updated
                     del self._weights[base(node).name]
 
     def add_to_backward(self, gm: fx.GraphModule) -> None:
-        """Behind the last that has to do with a layer's weights stands the step for them."""
+        """Inserts a step for each layer after the last use of its weights."""
         updates = self._updates()
         assert updates is not None
         (output,) = gm.graph.find_nodes(op="output")
         results = list(output.args[0])
-        gradients = {f"primals_{i}": g for i, g in enumerate(results, 1) if isinstance(g, fx.Node)}  # as the inputs
+        gradients = {f"primals_{i}": g for i, g in enumerate(results, 1) if isinstance(g, fx.Node)}
         self._weights = {name: weight for name, weight in self._weights.items() if name in gradients}
         if any(gradients[name].meta["val"].layout is not torch.strided for name in self._weights):
             raise DynaFlowError(
@@ -86,7 +90,7 @@ class Updating:
         gm.recompile()
 
     def _use_weights(self, gm: fx.GraphModule) -> dict[str, fx.Node]:
-        """The weights as inputs of the graph, in place of the views of them that were saved."""
+        """Makes the weights inputs of the graph, in place of saved views of them."""
         places = gm.graph.find_nodes(op="placeholder")
         known = {node.name: node for node in places}
         with gm.graph.inserting_after(places[-1]):
@@ -95,24 +99,24 @@ class Updating:
                 self._added.insert(0, name)
         weights = {name: known[name] for name in self._weights}
 
-        def again(node: fx.Node) -> fx.Node:
-            return weights.get(node.name) or gm.graph.node_copy(node, again)
+        def recompute(node: fx.Node) -> fx.Node:
+            return weights.get(node.name) or gm.graph.node_copy(node, recompute)
 
         with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
             for place in places:
                 view = self._views.get(place.name)
                 if view is not None and place.users and base(view).name in weights and place.name not in weights:
-                    place.replace_all_uses_with(again(view))
+                    place.replace_all_uses_with(recompute(view))
         return weights
 
     def call(self, run: _torch.Boxed) -> _torch.Boxed:
-        """The backward pass as AOTAutograd calls it, which knows nothing of what was added."""
+        """The backward pass with AOTAutograd's arguments: adds the weights."""
         updates_of, weights = self._updates, tuple(self._weights.values())
         added = [self._weights[name] for name in self._added]
 
         def call(args: list[Any]) -> Any:
             updates = updates_of()
-            assert updates is not None, "called by a compiled model that is gone"
+            assert updates is not None, "called by a compiled model that was freed"
             updates.begin([weight() for weight in weights])
             args.extend(weight() for weight in added)
             return run(args)
@@ -121,25 +125,25 @@ class Updating:
 
 
 def base(node: fx.Node) -> fx.Node:
-    """What a node is a view of; itself, if it is none."""
+    """The base of a view; the node itself, if it is not a view."""
     *_, found = _torch.looked_through(node)
     return found
 
 
 def _is_of_one_tensor(view: fx.Node) -> bool:
-    """And of numbers that are known: so it can be made again from the tensor alone."""
+    """Whether a view depends on its base only, so that it can be recomputed from it."""
     return all(len(n.all_input_nodes) == 1 for n in _torch.looked_through(view) if n.op != "placeholder")
 
 
 def _layer(gradient: fx.Node) -> str:
-    """The outermost module that is one of several, as layers are; or else the innermost around the gradient."""
+    """The outermost numbered module around a gradient, as layers are; else the innermost module."""
     paths = [path for path, _ in module_stack(gradient)]
     numbered = (path for path in paths if re.search(r"(^|\.)\d+$", path))
     return next(numbered, paths[-1] if paths else gradient.name)
 
 
 def _stack_down_to(layer: str, node: fx.Node) -> dict[str, Any]:
-    """The modules around a node, but for those inside of the layer: so the step is called after the layer."""
+    """The modules around a node down to the layer, so that the step is named after the layer."""
     paths = [path for path, _ in module_stack(node)]
     depth = paths.index(layer) + 1 if layer in paths else 0
     return dict(list((node.meta.get("nn_module_stack") or {}).items())[:depth])

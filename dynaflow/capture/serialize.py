@@ -1,6 +1,9 @@
-"""A captured graph as bytes, for another process that would capture the same.
+"""A captured graph as bytes, for another process.
 
-Of its inputs it has names and shapes. The arguments themselves, of which some facts are read, are those of a call.
+*Contract.* `dumps` consumes a graph of calls and placeholders (no attributes or submodules, else ValueError), and does
+not
+change it. `loads` returns an equal graph: names, arguments, examples and the `meta` in SAVED_META. Example arguments
+are not stored, so `set_example_args` must supply them.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ from dynaflow import _torch
 from dynaflow.capture.captured_graph import Shape
 
 _HEADER = b"dynaflow graph 1\n"
-"""The number goes up with each change of what follows."""
-TOLD = ("nn_module_stack", "stack_trace", "custom")
-"""What nodes may tell, beside an example of their results."""
+"""The number is incremented with each change of the format."""
+SAVED_META = ("nn_module_stack", "stack_trace", "custom")
+"""Keys of `meta` that are stored, besides the example."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A node among the arguments of another."""
+class _NodeRef:
+    """A node, among the arguments of another."""
 
     number: int
 
@@ -36,21 +39,22 @@ class _Node(NamedTuple):
     kwargs: Any
     type: Any
     example: Any
-    told: dict[str, Any]
+    meta: dict[str, Any]
     given: tuple[str, bool] | None
-    """Of an input: where it comes from, as text, and whether a module owns it."""
+    """For an input: its source as text, and whether a module owns it."""
 
 
-def written(gm: fx.GraphModule) -> bytes:
-    """Raises whatever goes wrong where the graph has something that can't be written down."""
-    places: dict[fx.Node, Any] = {node: _Place(i) for i, node in enumerate(gm.graph.nodes)}
-    same: dict[Any, Any] = {}  # layers are alike: what is equal is written once
+def dumps(gm: fx.GraphModule) -> bytes:
+    """Raises ValueError, or pickle's error, for a graph that can't be serialized."""
+    places: dict[fx.Node, Any] = {node: _NodeRef(i) for i, node in enumerate(gm.graph.nodes)}
+    same: dict[Any, Any] = {}  # equal layers share examples and meta
     nodes = []
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise ValueError(f"the graph has a module or a constant of its own: {node.format_node()}")
         example = node.meta.get("example_value")
-        told = {name: same.setdefault((name, str(fact)), fact) for name, fact in node.meta.items() if name in TOLD}
+        saved = ((name, value) for name, value in node.meta.items() if name in SAVED_META)
+        meta = {name: same.setdefault((name, str(value)), value) for name, value in saved}
         nodes.append(
             _Node(
                 op=node.op,
@@ -59,45 +63,45 @@ def written(gm: fx.GraphModule) -> bytes:
                 args=fx.map_arg(node.args, places.__getitem__),
                 kwargs=fx.map_arg(node.kwargs, places.__getitem__),
                 type=node.type,
-                example=same.setdefault(_looks(example), example),
-                told=told,
+                example=same.setdefault(_example_key(example), example),
+                meta=meta,
                 given=_torch.graph_input(node)[:2] if node.op == "placeholder" else None,
             )
         )
     return _HEADER + _torch.pickled(nodes)
 
 
-def read(data: bytes) -> fx.GraphModule:
-    """The graph again; `given` has to say with which arguments."""
+def loads(data: bytes) -> fx.GraphModule:
+    """The graph, without example arguments."""
     if not data.startswith(_HEADER):
         raise ValueError("the graph was written by another version of dynaflow")
     graph = fx.Graph()
     made: list[fx.Node] = []
-    node_at = lambda arg: made[arg.number] if isinstance(arg, _Place) else arg  # noqa: E731
+    node_at = lambda arg: made[arg.number] if isinstance(arg, _NodeRef) else arg  # noqa: E731
     for n in _torch.unpickled(data[len(_HEADER) :]):
         args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), node_at)
         node = graph.create_node(n.op, n.target, args, kwargs, n.name, n.type)
-        node.meta = {"example_value": n.example, **n.told}
+        node.meta = {"example_value": n.example, **n.meta}
         if n.given is not None:
-            node.meta[_torch.GIVEN] = (*n.given, None)
+            node.meta[_torch.GRAPH_INPUT] = (*n.given, None)
         made.append(node)
     return fx.GraphModule({}, graph)
 
 
-def given(gm: fx.GraphModule, args: Sequence[Any]) -> None:
-    """From now on the graph is one that was captured with these arguments."""
+def set_example_args(gm: fx.GraphModule, args: Sequence[Any]) -> None:
+    """Sets the arguments that the graph counts as captured with."""
     for node, arg in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
-        node.meta[_torch.GIVEN] = (*_torch.graph_input(node)[:2], arg)
+        node.meta[_torch.GRAPH_INPUT] = (*_torch.graph_input(node)[:2], arg)
 
 
-def is_given(gm: fx.GraphModule) -> bool:
-    return any(_torch.GIVEN in node.meta for node in gm.graph.find_nodes(op="placeholder"))
+def has_example_args(gm: fx.GraphModule) -> bool:
+    return any(_torch.GRAPH_INPUT in node.meta for node in gm.graph.find_nodes(op="placeholder"))
 
 
-def _looks(example: Any) -> Any:
-    """Equal for what need not be told apart."""
+def _example_key(example: Any) -> Any:
+    """A key: examples with equal keys are interchangeable."""
     if type(example) in (tuple, list):
-        return type(example), tuple(map(_looks, example))
+        return type(example), tuple(map(_example_key, example))
     if _torch.is_fake(example):
         return Shape.of(example)
     return _torch.expression(example) if isinstance(example, torch.SymInt) else id(example)

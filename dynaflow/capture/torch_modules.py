@@ -1,7 +1,9 @@
-"""Calls of torch's own modules that compilers take to pieces, each kept in one piece as an operator.
+"""Calls of torch's modules that stay whole, as operators of ours (`_torch/ops`).
 
-`nn.LSTM`, `GRU` and `RNN` would be unrolled step by step, and `nn.EmbeddingBag` counts along the whole batch. The
-operators themselves are in `_torch/ops`.
+`nn.LSTM`, `GRU` and `RNN` would be unrolled step by step, and `nn.EmbeddingBag` indexes the whole batch by offsets.
+
+*Contract.* TRACED replaces functions while Dynamo traces. `leave_out_dropouts` and `keep_bags` change a fresh graph in
+place; results stay equal. A dropout that is removed may be returned or viewed, which the caller must check.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, fx
 from dynaflow import _torch
 from dynaflow._torch.ops.recurrent import RNNS
 
-# What Dynamo traces in place of torch's functions
+# Traced in place of torch's functions
 
 
 def _in_trace(
@@ -33,7 +35,7 @@ def _in_trace(
     bidirectional: bool,
     batch_first: bool,
 ) -> list[Tensor]:
-    """The call with the batch second; and layer by layer, if something is dropped out between them."""
+    """Calls the operator with the batch second; layer by layer, if there is dropout between layers."""
     call = getattr(torch.ops.dynaflow, kind)
     output = input.transpose(0, 1) if batch_first else input
     if not (train and dropout > 0 and layers > 1):
@@ -54,7 +56,7 @@ def _in_trace(
 def _traced_rnn(kind: str) -> Callable[..., Any]:
     def rnn(input: Tensor, *args: Any) -> Any:
         _torch.break_where_cast(input)
-        packed = isinstance(args[2], (list, tuple))  # the weights, behind the sizes of the batch and the state
+        packed = isinstance(args[2], (list, tuple))  # the weights, after batch_sizes and the state
         batch_sizes, hidden, *rest = (*args, False) if packed else (None, *args)
         states = list(hidden) if kind == "lstm" else [hidden]
         return tuple(_in_trace(kind, batch_sizes, input, states, *rest))
@@ -63,7 +65,7 @@ def _traced_rnn(kind: str) -> Callable[..., Any]:
 
 
 TRACED: dict[Callable[..., Any], Callable[..., Any]] = {RNNS[kind]: _traced_rnn(kind) for kind in RNNS}
-"""Functions of torch's, and what is traced in their places."""
+"""Functions of torch -> what Dynamo traces instead."""
 
 
 _DROPOUTS = {
@@ -81,8 +83,9 @@ _DEFAULTS = {"p": 0.5, "training": True}
 
 
 def leave_out_dropouts(gm: fx.GraphModule) -> list[Tensor]:
-    """Takes dropouts that drop nothing out of the graph. They return what they are given, itself, and torch.compile
-    (2.11 and 2.13) makes a copy of it. Returns what it takes for their results, which others may be views of."""
+    """Removes dropouts that drop nothing. In eager mode they return their argument itself, for which torch.compile
+    (2.11 and
+    2.13) returns a copy. Returns the examples of their results, of which other values may be views."""
     left_out = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _DROPOUTS:
@@ -96,7 +99,7 @@ def leave_out_dropouts(gm: fx.GraphModule) -> list[Tensor]:
 
 
 def keep_bags(gm: fx.GraphModule) -> None:
-    """Puts our operator in the place of `embedding_bag` on ids of two dims: bags of equal size, one for each row."""
+    """Replaces `embedding_bag` on two-dimensional ids, which are bags of equal size, by our operator."""
     calls = gm.graph.find_nodes(op="call_function", target=F.embedding_bag)
     for node in calls:
         given = inspect.signature(F.embedding_bag).bind(*node.args, **node.kwargs)

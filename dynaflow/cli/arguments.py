@@ -16,8 +16,9 @@ import typer
 
 from dynaflow.core.importing import imported, searched
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
-from dynaflow.models.build import Attention, Situation, build
+from dynaflow.models.build import Attention, Workload, build
 from dynaflow.models.build import inputs as inputs_of
+from dynaflow.options import CUDAGRAPHS, OPERATORS
 from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.strategies import kind_named, make, takes_several
 
@@ -38,32 +39,32 @@ Context = Annotated[int | None, typer.Option(min=1, help="Tokens before the one 
 Layers = Annotated[int | None, typer.Option(min=1, help="Only the first ones.")]
 Where = Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on cuda, float32 on cpu.")]
-Operators = Annotated[str, typer.Option(help="inductor or eager.")]
-CudaGraph = Annotated[str | None, typer.Option(help="plan or pieces, as in df.compile.")]
+Operators = Annotated[str, typer.Option(help=f"{' or '.join(OPERATORS)}.")]
+CudaGraph = Annotated[str | None, typer.Option(help=f"{' or '.join(CUDAGRAPHS)}, as in df.compile.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
-USUAL = Situation(batch=8, prompt=64, context=64)
+USUAL = Workload(batch=8, prompt=64, context=64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class LoadedModel:
     """A model, ready to be called."""
 
     name: str
     model: Any
-    situations: list[dict[str, Any]]
+    all_inputs: list[dict[str, Any]]
     """Keyword arguments."""
 
     @property
     def inputs(self) -> dict[str, Any]:
-        return self.situations[0]
+        return self.all_inputs[0]
 
     @property
     def title(self) -> str:
         return f"{self.name}, {described(self.inputs)}"
 
 
-def given(
+def load_model(
     name: str,
     *,
     device: torch.device | str | None,
@@ -71,12 +72,12 @@ def given(
     prompt: int | None = None,
     context: int | None = None,
     layers: int | None = None,
-    usual: Situation = USUAL,
+    usual: Workload = USUAL,
     dtype: str | None = None,
     attention: Attention = "sdpa",
     tp: int = 1,
     ep: int = 1,
-) -> Given:
+) -> LoadedModel:
     """The model of that name. What is None is as usual; a function of the user's has sizes of its own."""
     place, weights = device if isinstance(device, torch.device) else device_named(device), dtype_named(dtype)
     if ":" in name:
@@ -86,7 +87,7 @@ def given(
                 advice="leave out --batch, --prompt, --context, --layers, --dtype, --tp and --ep",
             )
         return _own(name)
-    situation = Situation(
+    situation = Workload(
         batch=usual.batch if batch is None else batch,
         prompt=usual.prompt if prompt is None else prompt,
         context=usual.context if context is None else context,
@@ -94,10 +95,10 @@ def given(
     if weights is None:  # products in bfloat16 are slow on a CPU
         weights = torch.float32 if place.type == "cpu" else torch.bfloat16
     model = build(name, tp=tp, ep=ep, layers=layers, device=place, dtype=weights, attention=attention)
-    return Given(name=name, model=model, situations=[inputs_of(model, situation)])
+    return LoadedModel(name=name, model=model, all_inputs=[inputs_of(model, situation)])
 
 
-def _own(name: str) -> Given:
+def _own(name: str) -> LoadedModel:
     with searched(os.getcwd()):  # as `python -m` does: the user's own file is most likely in this folder
         function = imported(name, "function")
     try:
@@ -120,11 +121,11 @@ def _own(name: str) -> Given:
         raise DynaFlowError(f"{name} returned a model and {kinds}", advice=advice)
     for given in situations:
         _bind(name, model, given)
-    return Given(name=name, model=model, situations=situations)
+    return LoadedModel(name=name, model=model, all_inputs=situations)
 
 
 @contextlib.contextmanager
-def at_fault(given: Given, inputs: dict[str, Any] | None = None) -> Iterator[None]:
+def blaming_model(loaded: LoadedModel, inputs: dict[str, Any] | None = None) -> Iterator[None]:
     """Tells of a failure that is the model's own: it fails without us, too. Others are ours, with all their lines."""
     try:
         yield
@@ -132,10 +133,10 @@ def at_fault(given: Given, inputs: dict[str, Any] | None = None) -> Iterator[Non
         raise
     except Exception as e:
         try:
-            given.model(**(inputs or given.inputs))
+            loaded.model(**(inputs or loaded.inputs))
         except Exception as own:
             raise DynaFlowError(
-                f"the model of {given.name} fails by itself: {type(own).__name__}: {own}", line=raised_at(own),
+                f"the model of {loaded.name} fails by itself: {type(own).__name__}: {own}", line=raised_at(own),
                 advice="mend the model, or what it is given: it is called with its keyword arguments alone",
             ) from e  # fmt: skip
         raise

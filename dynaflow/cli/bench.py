@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 import dynaflow
-from dynaflow.cli import arguments as of
+from dynaflow.cli import arguments
 from dynaflow.cli.output import nothing_else, print_json
 from dynaflow.errors import DynaFlowError
 
@@ -22,7 +22,7 @@ def add(app: typer.Typer) -> None:
     app.command(epilog=f"Example: {EXAMPLE}", context_settings=passed_on)(bench)
 
 
-def bench(ctx: typer.Context, as_json: of.Json = False) -> None:
+def bench(ctx: typer.Context, as_json: arguments.Json = False) -> None:
     """Runs benchmarks and prints their tables.
 
     It takes the arguments of `python -m benchmarks`: `dynaflow bench -- --help` lists them. Exit code 1 if one fails.

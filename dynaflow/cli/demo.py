@@ -10,9 +10,9 @@ import typer
 
 import dynaflow as df
 from dynaflow import _torch
-from dynaflow.cli import arguments as of
-from dynaflow.cli.measured import device_name, longest, recorded
+from dynaflow.cli import arguments
 from dynaflow.cli.output import nothing_else, out, print_json
+from dynaflow.cli.recorded_run import device_name, longest, recorded
 from dynaflow.engine.verify import difference
 from dynaflow.tune.measure import side_by_side, timings
 
@@ -60,7 +60,7 @@ def add(app: typer.Typer) -> None:
     app.command(epilog=f"Example: {EXAMPLE}")(demo)
 
 
-def demo(operators: of.Operators = "inductor", as_json: of.Json = False) -> None:
+def demo(operators: arguments.Operators = "inductor", as_json: arguments.Json = False) -> None:
     """A small Llama, plainly and under three schedulers: equal outputs, plans drawn, times side by side.
 
     Exit code 1 if the results differ.
@@ -74,12 +74,12 @@ def demo(operators: of.Operators = "inductor", as_json: of.Json = False) -> None
 
 
 def _run(operators: str) -> list[dict[str, Any]]:
-    device = of.device_named(None)
+    device = arguments.device_named(None)
     big = device.type == "cuda"
-    given = of.given("llama-medium" if big else "llama-small", device=device, batch=16 if big else 8,
+    loaded = arguments.load_model("llama-medium" if big else "llama-small", device=device, batch=16 if big else 8,
                      prompt=512 if big else 64)  # fmt: skip
-    model, inputs = given.model, given.inputs
-    print(f"{given.title}, on {device_name(device)}")
+    model, inputs = loaded.model, loaded.inputs
+    print(f"{loaded.title}, on {device_name(device)}")
     print(f"torch {torch.__version__}, dynaflow {df.__version__}")
     expected = _torch.tree_leaves(model(**inputs))[0]
     print("compiling the operators (once for each distinct one) ...", flush=True)

@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.text import Text
 
-from dynaflow.cli import arguments as of
+from dynaflow.cli import arguments
 from dynaflow.cli.output import Folded, listed, out, print_json, show, table
 from dynaflow.core import disk_cache
 from dynaflow.core.plan import Lane
@@ -44,7 +44,7 @@ def add(app: typer.Typer) -> None:
     app.command(epilog=f"Example: {EXAMPLE}")(doctor)
 
 
-def doctor(as_json: of.Json = False) -> None:
+def doctor(as_json: arguments.Json = False) -> None:
     """What this machine offers, what will work, and what to install.
 
     Exit code 1 if something essential is missing.
@@ -79,7 +79,7 @@ def examine() -> Iterator[Check]:
     yield from _collectives()
     for package, serves, advice in (
         ("transformers", "models by name, config folders", "pip install 'dynaflow[demo]'"),
-        ("ortools", "the strategy `searched`", "pip install 'dynaflow[tune]'"),
+        ("ortools", "the strategy `solver`", "pip install 'dynaflow[tune]'"),
         ("vllm", "the vLLM plugin", "pip install vllm, in an environment of its own; see docs/integrations.md"),
     ):
         found = _version(package)

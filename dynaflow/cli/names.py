@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dynaflow.cli import arguments as of
+from dynaflow.cli import arguments
 from dynaflow.cli.output import out, print_json, show, table
 from dynaflow.core.device import DEVICES
 from dynaflow.models.table import MODELS
@@ -17,7 +17,7 @@ def add(app: typer.Typer) -> None:
     app.command("list", epilog=f"Example: {EXAMPLE}")(names)
 
 
-def names(as_json: of.Json = False) -> None:
+def names(as_json: arguments.Json = False) -> None:
     """The models, devices and strategies that have a name."""
     if as_json:
         models = [{"name": m.name, "about": m.about, "class": m.kind, "own": m.own} for m in MODELS.values()]

@@ -15,7 +15,7 @@ import torch
 import typer
 from rich.text import Text
 
-from dynaflow.cli import arguments as of
+from dynaflow.cli import arguments
 from dynaflow.cli.output import Folded, can_write, nothing_else, out, print_json, show, table, verbatim, write
 from dynaflow.cli.plan_for_device import capture
 from dynaflow.core.device import device_named
@@ -36,19 +36,19 @@ def add(app: typer.Typer) -> None:
 
 
 def plan(
-    model: of.ModelName,
-    strategy: of.Strategy = "nanoflow",
-    option: of.Options = None,
-    batch: of.Batch = None,
-    prompt: of.Prompt = None,
-    context: of.Context = None,
-    layers: of.Layers = None,
+    model: arguments.ModelName,
+    strategy: arguments.Strategy = "nanoflow",
+    option: arguments.Options = None,
+    batch: arguments.Batch = None,
+    prompt: arguments.Prompt = None,
+    context: arguments.Context = None,
+    layers: arguments.Layers = None,
     device: Annotated[str, typer.Option(help="That it is planned for, such as h200: costs and SMs are its.")] = "h200",
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the plan here: for `dynaflow view`, or Plan.from_json.")
     ] = None,
     page: Annotated[Path | None, typer.Option(help="Write the page here, with shapes and tags.")] = None,
-    as_json: of.Json = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """The plan that a strategy makes for a model: drawn, and listed with the reasons for each task.
 
@@ -58,26 +58,26 @@ def plan(
     target = device_named(device)
     lines: list[str] = []
     with nothing_else(as_json), _asked():
-        scheduler = _noting(of.scheduler_named(strategy, option), lines)
-        given = of.given(
+        scheduler = _noting(arguments.scheduler_named(strategy, option), lines)
+        loaded = arguments.load_model(
             model, device=torch.device("meta"), batch=batch, prompt=prompt, context=context, layers=layers
         )
-        with of.at_fault(given):
-            graph, made = capture(given.model, scheduler, given.inputs, target)
-    document = of_plan(made, graph, title=f"{given.title}: {strategy}")
+        with arguments.blaming_model(loaded):
+            graph, made = capture(loaded.model, scheduler, loaded.inputs, target)
+    document = of_plan(made, graph, title=f"{loaded.title}: {strategy}")
     rows = _rows(document, graph, lines if len(lines) == len(made.tasks) else [])
     if out_file is not None:
         write(out_file, made.to_json(indent=1))
     if page is not None:
         write(page, page_of([document]))
     if as_json:
-        head = {"model": given.name, "inputs": of.sizes(given.inputs), "strategy": strategy}
+        head = {"model": loaded.name, "inputs": arguments.sizes(loaded.inputs), "strategy": strategy}
         ops = [_op(op, graph) for op in graph.ops]
         print_json({**head, "plan": json.loads(made.to_json()), "tasks": rows, "ops": ops})
         return
     _show(document.title, made, rows, graph)
     if made.sequential:
-        verbatim(_why(strategy, graph, given.model))
+        verbatim(_why(strategy, graph, loaded.model))
     for what, where in (("plan", out_file), ("page", page)):
         if where is not None:
             out.print(f"{what} in {where}", style="dim", soft_wrap=True)

@@ -14,9 +14,9 @@ from rich.text import Text
 
 import dynaflow as df
 from dynaflow import _torch
-from dynaflow.cli import arguments as of
-from dynaflow.cli.measured import device_name, device_of, longest, recorded, restorer
+from dynaflow.cli import arguments
 from dynaflow.cli.output import Folded, complain, listed, nothing_else, out, print_json, show, table
+from dynaflow.cli.recorded_run import device_name, device_of, longest, recorded, restorer
 from dynaflow.engine.verify import difference
 from dynaflow.tune.measure import side_by_side, timings
 
@@ -28,34 +28,34 @@ def add(app: typer.Typer) -> None:
 
 
 def run(
-    model: of.ModelName,
-    strategy: of.Strategy = "nanoflow",
-    option: of.Options = None,
-    batch: of.Batch = None,
-    prompt: of.Prompt = None,
-    context: of.Context = None,
-    layers: of.Layers = None,
-    device: of.Where = None,
-    dtype: of.Dtype = None,
-    cudagraph: of.CudaGraph = None,
-    operators: of.Operators = "inductor",
+    model: arguments.ModelName,
+    strategy: arguments.Strategy = "nanoflow",
+    option: arguments.Options = None,
+    batch: arguments.Batch = None,
+    prompt: arguments.Prompt = None,
+    context: arguments.Context = None,
+    layers: arguments.Layers = None,
+    device: arguments.Where = None,
+    dtype: arguments.Dtype = None,
+    cudagraph: arguments.CudaGraph = None,
+    operators: arguments.Operators = "inductor",
     seconds: Annotated[float, typer.Option(min=0, help="That are measured, in rounds of all three.")] = 3.0,
-    as_json: of.Json = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """A model plainly, in sequence and under a strategy on this machine: are the results equal, how fast is each?
 
     Weights are random. By default 8 prompts of 64 tokens. Exit code 1 if the results differ.
     """
     with nothing_else(as_json), torch.no_grad():
-        scheduler = of.scheduler_named(strategy, option)
-        given = of.given(
+        scheduler = arguments.scheduler_named(strategy, option)
+        loaded = arguments.load_model(
             model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
         )
-        plain, inputs = given.model, given.inputs
+        plain, inputs = loaded.model, loaded.inputs
         restore, where = restorer(inputs), device_of(plain, inputs)
         graphs: Any = {"cudagraph": cudagraph, "operators": operators}
         sequence, fast = df.compile(plain, "sequential", **graphs), df.compile(plain, scheduler, **graphs)
-        with of.at_fault(given):
+        with arguments.blaming_model(loaded):
             problem = _difference(plain, fast, inputs, restore)
         made = fast.plan(**inputs)
         if problem is None:
@@ -64,7 +64,7 @@ def run(
             host = _host(runs[2], restore) if where.type == "cuda" else None
             overlap = longest(recorded(fast, inputs, 5)).overlap
     told: dict[str, Any] = {
-        "model": given.name, "inputs": of.sizes(inputs), "device": device_name(where), "strategy": strategy,
+        "model": loaded.name, "inputs": arguments.sizes(inputs), "device": device_name(where), "strategy": strategy,
         "agrees": problem is None, "difference": problem, "stays_in_sequence": made.sequential,
         "micro_batches": [m.size for m in made.micro_batches], "tasks": len(made.tasks),
         "lanes": [str(lane) for lane in made.lanes],
@@ -81,7 +81,7 @@ def run(
     if as_json:
         print_json(told)
     elif problem is None:
-        _show(given.title, told)
+        _show(loaded.title, told)
     if problem is not None:
         advice = f"df.compile(model, {strategy!r}, verify=True) names the first operator that differs"
         if any(t.dtype in (torch.bfloat16, torch.float16) for t in getattr(plain, "parameters", list)()):

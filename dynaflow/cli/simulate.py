@@ -11,15 +11,14 @@ import torch
 import typer
 from rich.text import Text
 
-from dynaflow.cli import arguments as of
-from dynaflow.cli import plan_for_device
+from dynaflow.cli import arguments, plan_for_device
 from dynaflow.cli.output import Folded, can_write, nothing_else, out, print_json, show, table, verbatim, write
 from dynaflow.core.device import Device, Link, device_named
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate as run
 from dynaflow.cost.simulation import Simulation
 from dynaflow.errors import DynaFlowError
-from dynaflow.models.build import Situation
+from dynaflow.models.build import Workload
 from dynaflow.observe.page import page as page_of
 from dynaflow.observe.timelines import of_simulation
 
@@ -32,23 +31,23 @@ def add(app: typer.Typer) -> None:
 
 
 def simulate(
-    model: of.ModelName = "llama-3-8b",
+    model: arguments.ModelName = "llama-3-8b",
     device: Annotated[str, typer.Option(help="A device's name, such as h200 or b200x8.")] = "h200",
-    strategy: of.Strategy = "nanoflow",
-    option: of.Options = None,
-    batch: of.Batch = None,
-    prompt: of.Prompt = None,
-    context: of.Context = None,
+    strategy: arguments.Strategy = "nanoflow",
+    option: arguments.Options = None,
+    batch: arguments.Batch = None,
+    prompt: arguments.Prompt = None,
+    context: arguments.Context = None,
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model's heads and widths.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="GPUs that share its experts.")] = 1,
-    layers: of.Layers = None,
+    layers: arguments.Layers = None,
     attention: Annotated[str, typer.Option(help="flash, as serving systems do it; sdpa, as transformers.")] = "flash",
     link: Annotated[float | None, typer.Option(min=0, help="Another link: GB/s each way.")] = None,
     cudagraph: Annotated[bool, typer.Option(help="The host launches all at once.")] = True,
     draw: Annotated[bool, typer.Option(help="Draw the timeline.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline here, for Perfetto.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write both timelines here, as a page.")] = None,
-    as_json: of.Json = False,
+    as_json: arguments.Json = False,
     named: Annotated[str | None, typer.Option("--model", hidden=True, help="The same as MODEL.")] = None,
 ) -> None:
     """A model in sequence and under a strategy, on a device that need not be here: how long a call takes, and why.
@@ -63,13 +62,13 @@ def simulate(
     can_write(trace, page)
     start = time.perf_counter()
     with nothing_else(as_json):
-        scheduler = of.scheduler_named(strategy, option)
-        given = of.given(
+        scheduler = arguments.scheduler_named(strategy, option)
+        loaded = arguments.load_model(
             named or model, device=torch.device("meta"), batch=batch, prompt=prompt, context=context, layers=layers,
-            usual=Situation(), attention=attention, tp=tp, ep=ep,  # type: ignore[arg-type]
+            usual=Workload(), attention=attention, tp=tp, ep=ep,  # type: ignore[arg-type]
         )  # fmt: skip
-        with of.at_fault(given):
-            graph, plan = plan_for_device.capture(given.model, scheduler, given.inputs, where)
+        with arguments.blaming_model(loaded):
+            graph, plan = plan_for_device.capture(loaded.model, scheduler, loaded.inputs, where)
         captured = time.perf_counter()
         costs = Costs(graph, where)
         before = run(plan_for_device.in_sequence(plan), graph, costs, where, cudagraph=cudagraph)
@@ -78,8 +77,8 @@ def simulate(
 
     shared = f", tp {tp}" if tp > 1 else f", ep {ep}" if ep > 1 else ""
     part = f", only its first {layers} layers" if layers else ""
-    title = f"{given.name}{part}{shared}, {of.described(given.inputs)}, on {where.name}"
-    weights = sum(p.numel() * p.element_size() for p in getattr(given.model, "parameters", list)())
+    title = f"{loaded.name}{part}{shared}, {arguments.described(loaded.inputs)}, on {where.name}"
+    weights = sum(p.numel() * p.element_size() for p in getattr(loaded.model, "parameters", list)())
     guessed = sorted({op.name for op in graph.ops if costs.work(op, plan.batch_size).guessed})
     if trace is not None:
         write(trace, after.to_json())
@@ -89,7 +88,7 @@ def simulate(
     if as_json:
         print_json(
             {
-                "model": given.name, "inputs": of.sizes(given.inputs), "layers": layers, "tp": tp, "ep": ep,
+                "model": loaded.name, "inputs": arguments.sizes(loaded.inputs), "layers": layers, "tp": tp, "ep": ep,
                 "device": where.name, "strategy": strategy, "stays_in_sequence": plan.sequential,
                 "sequence": _told(before), "scheduled": _told(after), "speed_up": before.seconds / after.seconds,
                 "weights_bytes": weights, "fits": weights <= where.memory, "guessed": guessed,

@@ -10,10 +10,10 @@ import typer
 from rich.text import Text
 
 import dynaflow as df
-from dynaflow.cli import arguments as of
+from dynaflow.cli import arguments
 from dynaflow.cli.output import Folded, nothing_else, out, print_json, show, table, verbatim
 from dynaflow.tune.decision import Decision
-from dynaflow.tune.paste import configuration
+from dynaflow.tune.snippet import code_snippet
 
 EXAMPLE = "dynaflow tune llama-tiny --seconds 1 --operators eager"
 
@@ -23,40 +23,40 @@ def add(app: typer.Typer) -> None:
 
 
 def tune(
-    model: of.ModelName,
+    model: arguments.ModelName,
     seconds: Annotated[float, typer.Option(min=0, help="For each situation.")] = 60.0,
     most: Annotated[int, typer.Option(min=1, help="Schedules that are measured, of those that look best.")] = 4,
-    batch: of.Batch = None,
-    prompt: of.Prompt = None,
-    context: of.Context = None,
-    layers: of.Layers = None,
-    device: of.Where = None,
-    dtype: of.Dtype = None,
-    cudagraph: of.CudaGraph = None,
-    operators: of.Operators = "inductor",
-    as_json: of.Json = False,
+    batch: arguments.Batch = None,
+    prompt: arguments.Prompt = None,
+    context: arguments.Context = None,
+    layers: arguments.Layers = None,
+    device: arguments.Where = None,
+    dtype: arguments.Dtype = None,
+    cudagraph: arguments.CudaGraph = None,
+    operators: arguments.Operators = "inductor",
+    as_json: arguments.Json = False,
 ) -> None:
     """Measures the strategies on a model, and prints a configuration to paste."""
     chosen = []
     told = []
     with nothing_else(as_json), torch.no_grad():
-        given = of.given(
+        loaded = arguments.load_model(
             model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
         )
         options = {"seconds": seconds, "most": most, "progress": True}
-        fast = df.compile(given.model, "auto", scheduler_options=options, cudagraph=cudagraph, operators=operators)  # type: ignore[arg-type]
-        for inputs in given.situations:
-            with of.at_fault(given, inputs):
+        fast = df.compile(loaded.model, "auto", scheduler_options=options, cudagraph=cudagraph, operators=operators)  # type: ignore[arg-type]
+        for inputs in loaded.all_inputs:
+            with arguments.blaming_model(loaded, inputs):
                 found = fast.explain(**inputs).decision
-            out.print(f"[bold]{of.described(inputs)}[/bold]")
+            out.print(f"[bold]{arguments.described(inputs)}[/bold]")
             _show(found)
-            chosen.append((of.sizes(inputs), found.chosen))
-            told.append({"inputs": of.sizes(inputs), **asdict(found)})
-        paste = configuration(chosen, cudagraph)
+            chosen.append((arguments.sizes(inputs), found.chosen))
+            told.append({"inputs": arguments.sizes(inputs), **asdict(found)})
+        paste = code_snippet(chosen, cudagraph)
         out.print("\n[bold]to paste[/bold]")
         verbatim(paste)
     if as_json:
-        print_json({"model": given.name, "situations": told, "paste": paste})
+        print_json({"model": loaded.name, "situations": told, "paste": paste})
 
 
 def _show(found: Decision) -> None:

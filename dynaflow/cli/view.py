@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from dynaflow.cli import arguments as of
+from dynaflow.cli import arguments
 from dynaflow.cli.output import can_write, print_json, write
 from dynaflow.cli.output import out as console
-from dynaflow.observe.files import read
 from dynaflow.observe.page import page
+from dynaflow.observe.readers import read
 
 EXAMPLE = "dynaflow view plan.json --no-open"
 
@@ -26,7 +26,7 @@ def view(
     out: Annotated[Path | None, typer.Option(help="Where to write the page; else beside the first file.")] = None,
     title: Annotated[str, typer.Option(help="Of the page.")] = "",
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = True,
-    as_json: of.Json = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Timelines one above the other, as one page: planned, simulated, measured, or two to be compared."""
     can_write(out)

@@ -1,4 +1,4 @@
-"""A dictionary of bounded size."""
+"""A dictionary of limited size."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Bounded(dict[Any, Any]):
-    """Forgets its oldest entry for a new one when it has `most`; `forgotten` is called then."""
+class BoundedDict(dict[Any, Any]):
+    """Drops its oldest entry when a new one would exceed `most`, and then calls `forgotten`."""
 
     def __init__(self, most: int, forgotten: Callable[[], None] | None = None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Devices as numbers: what a simulation needs to know of a GPU, of its links and of the host that feeds it.
+"""Device models: what a simulation needs to know of a GPU, its links and the host that feeds it.
 
-Peaks are the vendor's; the fractions of them that kernels reach, and all times, are measured: those of the H200 here
-(with Inductor's kernels and cuBLAS), those of the others taken over from it where nothing better is known.
+Peaks come from the vendor. The fractions of them that kernels reach, and all times, were measured on the H200 (with
+Inductor's kernels and cuBLAS); other devices reuse its values where nothing better is known.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins the GPUs of a node."""
+    """The interconnect between the GPUs of a node."""
 
     latency: float
-    """Seconds that a collective takes however small it is."""
+    """Seconds that the smallest collective takes."""
     bandwidth: float
-    """Bytes a second that one GPU sends, and as many that it gets, in a collective of many bytes."""
+    """Bytes per second that one GPU sends, and receives, in a large collective."""
     sms: int = 16
-    """SMs that a collective's kernel holds meanwhile."""
+    """SMs that a collective's kernel occupies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A GPU, or one of several that work as one. Times are in seconds, sizes in bytes."""
+    """A GPU, or one of several in a node. Times are in seconds, sizes in bytes."""
 
     name: str
     sms: int
@@ -44,26 +44,26 @@ class Device:
     peak_bandwidth: float
     memory: float
     matmul: float = 0.78
-    """Of the peak: what a large matrix product reaches in a model, where the card heats up."""
+    """Fraction of the peak that a large matmul reaches in a model, where the card heats up."""
     attention: float = 0.45
-    """Of what a product reaches: fused attention."""
+    """Fraction of a matmul's speed that fused attention reaches."""
     masked_attention: float = 0.30
-    """The same with a mask, which takes another kernel."""
+    """The same with a mask, which uses another kernel."""
     convolution: float = 0.6
     bandwidth: float = 0.87
-    """Of the peak: what a large loop reaches."""
+    """Fraction of the peak that a large pointwise kernel reaches."""
     to_host: float
-    """Bytes a second, as reached; both directions work at once."""
+    """Bytes per second, as measured; both directions run concurrently."""
     from_host: float
     copy_latency: float = 8 * MICRO
     kernel: float = 3.7 * MICRO
-    """How long a kernel takes at least, in the middle of others on its stream."""
+    """The shortest time of a kernel among others on its stream."""
     launch: float = 1.1 * MICRO
-    """What a kernel takes less in a CUDA graph than launched by itself; and how long nothing runs between two."""
+    """The gap between two kernels. A CUDA graph saves it."""
     wait: float = 3 * MICRO
-    """From the end of a task to the start of one on another lane that waited for it."""
+    """From the end of a task to the start of a dependent task on another lane."""
     host_call: float = 300 * MICRO
-    """Time on the host: of a call as a whole, of each task, of each kernel that is launched by itself."""
+    """Host time per call, per task (below), and per kernel that is launched by itself."""
     host_task: float = 18 * MICRO
     host_kernel: float = 15 * MICRO
     graph_launch: float = 12 * MICRO
@@ -71,30 +71,29 @@ class Device:
     share_kept: tuple[tuple[float, float], ...] = (
         (0.0, 0.0), (0.121, 0.24), (0.242, 0.47), (0.364, 0.69), (0.485, 0.89), (0.606, 0.96), (1.0, 1.0),
     )  # fmt: skip
-    """(share of the SMs, speed that is left) of kernels bound by memory, which saturates early."""
+    """(share of the SMs, remaining speed) of memory-bound kernels. Memory saturates early."""
     matmul_share: float = 0.75
-    """A product on a part of the SMs loses more than the part: its tiling is made for all of them. What is left."""
+    """Remaining efficiency of a matmul on a part of the SMs: its tiling is made for all of them."""
     memory_power: float = 0.88
-    """What a loop at full bandwidth draws of the power that a product at full speed draws."""
+    """Power of a pointwise kernel at full bandwidth, relative to a matmul at full speed."""
     idle_power: float = 0.28
-    """Of that: what the SMs draw that wait for memory. A loop that is held to fewer of them saves as much."""
+    """Part of that which SMs draw while they wait for memory. A kernel limited to fewer SMs saves it."""
     sustained: float = 1.0
-    """How much of that power the card allows for long. It is the mean over milliseconds that counts: a product that
-    makes pauses runs at full speed, one that makes none does not; and two kernels that use different units gain little
-    from running side by side."""
+    """Fraction of that power that the card sustains, averaged over milliseconds. A matmul with pauses runs at full
+    speed, one without does not, and two kernels that use different units gain little from running concurrently."""
     crowding: float = 2.0
-    """How much more than the SMs that a collective holds a product beside it loses: 116 of the H200's 132 SMs leave
-    0.66 of a product's speed, three times as much as they are fewer; libraries that give way lose less."""
+    """How much more than its own SMs a collective takes from a concurrent matmul: on the H200, 116 of 132 SMs leave
+    0.66 of a matmul's speed, a loss three times as large as the SMs explain. Libraries that yield SMs lose less."""
     copy_drag: float = 0.01
-    """What a copy to or from the host, or a transfer over the link, takes of the same."""
+    """The same for a copy to or from the host, or a transfer over the link."""
     link: Link | None = None
     ranks: int = 1
-    """How many such GPUs work together."""
+    """Number of such GPUs that work together."""
     dtype_defaults: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({"float32": "tf32"}))
-    """Which peak counts for a dtype that has none of its own."""
+    """The peak to use for a dtype without one of its own."""
 
     def flops(self, dtype: str) -> float:
-        """What a large product of this dtype reaches, a second."""
+        """FLOP/s that a large matmul of this dtype reaches."""
         peaks = self.peak_flops
         found = peaks.get(dtype) or peaks.get(self.dtype_defaults.get(dtype, "")) or peaks["float32"]
         return found * self.matmul
@@ -104,7 +103,7 @@ class Device:
         return self.peak_bandwidth * self.bandwidth
 
     def memory_speed(self, share: float) -> float:
-        """Of full bandwidth: what is left when a kernel has a share of the SMs."""
+        """Fraction of full bandwidth that a kernel reaches on a share of the SMs."""
         points = self.share_kept
         if share >= 1.0:
             return 1.0
@@ -114,7 +113,7 @@ class Device:
         return 1.0
 
     def with_ranks(self, ranks: int) -> Device:
-        """One of `ranks` of this GPU in a node."""
+        """This GPU as one of `ranks` in a node."""
         name = re.sub(r"x\d+$", "", self.name) + (f"x{ranks}" if ranks > 1 else "")
         return replace(self, name=name, ranks=ranks)
 
@@ -135,7 +134,7 @@ A100 = Device(
     peak_bandwidth=2.039 * TERA,
     memory=80 * GIGA,
     matmul=0.83,
-    attention=0.7,  # the kernels that torch has were made for this card
+    attention=0.7,  # torch's kernels were written for this card
     masked_attention=0.5,
     to_host=25 * GIGA,
     from_host=25 * GIGA,
@@ -150,14 +149,14 @@ H100 = Device(
     peak_flops=_peaks(989, 494, 67, 1979),
     peak_bandwidth=3.35 * TERA,
     memory=80 * GIGA,
-    matmul=0.72,  # as the H200, which has the same chip, at its lower memory's share of the power
+    matmul=0.72,  # the H200's chip; its slower memory draws less of the power
     to_host=54 * GIGA,
     from_host=54 * GIGA,
     link=Link(latency=18 * MICRO, bandwidth=380 * GIGA),
 )
 
-# NVIDIA H200 SXM datasheet: the H100's chip; 4.8 TB/s; 141 GB; the same links. Measured: products 790 TFLOP/s alone
-# and 730-770 in a model, but 650 where nothing else gives it a rest; loops 4.2-4.4 TB/s, PCIe 54-55 GB/s each way.
+# NVIDIA H200 SXM datasheet: the H100's chip; 4.8 TB/s; 141 GB; the same links. Measured: matmuls 790 TFLOP/s alone,
+# 730-770 in a model, 650 back to back; pointwise kernels 4.2-4.4 TB/s, PCIe 54-55 GB/s each way.
 H200 = replace(H100, name="h200", peak_bandwidth=4.8 * TERA, memory=141 * GIGA, matmul=0.75, sustained=0.87)
 
 # NVIDIA DGX B200 datasheet, by GPU: 4.5 PFLOP/s bf16 and 9 fp8 with sparsity, so 2.25 and 4.5 dense; 8 TB/s (64 in
@@ -180,7 +179,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device_named(name: str, ranks: int | None = None) -> Device:
-    """By name: "h200"; or "b200x8", one of eight in a node."""
+    """Looks up a device: "h200", or "b200x8" for one of eight in a node."""
     if not isinstance(name, str):
         raise DynaFlowError(f"no device is named {shown(name)}", advice=f"there are {', '.join(DEVICES)}")
     found = re.fullmatch(r"(.+?)(?:x(\d+))?", name.strip().lower())
@@ -196,7 +195,7 @@ _planned_for: ContextVar[Device | None] = ContextVar("planned_for", default=None
 
 @contextlib.contextmanager
 def planned_for(device: Device) -> Iterator[None]:
-    """Meanwhile schedulers plan for this device, wherever the tensors are: costs and SMs are its."""
+    """In this context, schedulers plan for this device, wherever the tensors are."""
     token = _planned_for.set(device)
     try:
         yield
@@ -205,7 +204,7 @@ def planned_for(device: Device) -> Iterator[None]:
 
 
 def device_for(device: torch.device) -> Device:
-    """The model of a device at hand: by its name on CUDA, roughly measured by its threads on a CPU."""
+    """The model of an actual device: by its name on CUDA, by its thread count on a CPU."""
     if (other := _planned_for.get()) is not None:
         return other
     if device.type != "cuda":
@@ -213,7 +212,7 @@ def device_for(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     known = re.search(r"[abh]\d00", properties.name.lower())
     base = DEVICES.get(known[0] if known else "", H100)
-    # An unlisted card, or another form of a listed one: its size counts, what a part of it does is taken over.
+    # An unlisted card, or a variant of a listed one: scaled by its number of SMs.
     scale = properties.multi_processor_count / base.sms
     return replace(
         base,
@@ -225,7 +224,7 @@ def device_for(device: torch.device) -> Device:
 
 
 def _cpu(threads: int) -> Device:
-    """Some 50 GFLOP/s a core in float32 and 10 GB/s a core up to what a socket has. "SMs" are threads."""
+    """About 50 GFLOP/s (float32) and 10 GB/s per core, up to a socket's bandwidth. "SMs" are threads."""
     flops = 50 * GIGA * threads
     return Device(
         name="cpu",

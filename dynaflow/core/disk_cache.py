@@ -1,8 +1,8 @@
-"""Texts kept on disk, so that a new process finds what an earlier one worked out.
+"""Texts cached on disk between processes.
 
-A store is a help and never a duty: whatever goes wrong with the disk means "not there", and one warning.
-The folder is DYNAFLOW_CACHE_DIR, or else dynaflow in the user's cache folder; DYNAFLOW_CACHE=0 turns it off. It is
-made for the user alone. What is in it decides how models run, so one in which others can write is not used.
+The cache is best effort: any problem with the disk is a miss, and one warning per process. The folder is
+DYNAFLOW_CACHE_DIR, by default `dynaflow` in the user's cache folder; DYNAFLOW_CACHE=0 turns the cache off. Its content
+decides how models run, so it is created for the user alone, and ignored if others can write to it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pathlib import Path
 
 MAX_FILES = 4096
 MAX_BYTES = 256 << 20
-"""Of each kind; beyond, the oldest go."""
+"""Limits per kind. Beyond them, the oldest files are deleted."""
 TRIM_EVERY = 64
-"""Writes between two looks at how many files there are. The first write of a store looks too."""
+"""Number of writes between two checks of the limits. The first write of a cache checks too."""
 STALE_SECONDS = 3600
-"""A temporary file of this age was left by a process that died."""
+"""A temporary file older than this was left by a process that died."""
 
 failures = itertools.count()  # counting with next() needs no lock
 
 
-class Store:
-    """Texts by key, in one folder per kind. Processes and threads may share it."""
+class DiskCache:
+    """Texts by key, in one folder per kind. Safe to share between processes and threads."""
 
     def __init__(self, kind: str, root: Path | None = None) -> None:
         self.kind, self._root = kind, root
@@ -70,19 +70,19 @@ class Store:
 
 
 def made(folder: Path) -> None:
-    """The folder is there, for the user alone. Raises OSError if it can't be, or if others can write in it."""
+    """Creates the folder for the user alone. Raises OSError if that fails, or if others can write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     only_mine(folder)
 
 
 def only_mine(path: Path) -> None:
-    """Raises PermissionError if others can write there: what they leave would be taken for the user's own."""
+    """Raises PermissionError if others own the path or can write to it: their files would be trusted as the user's."""
     info = path.stat()
     mine = getattr(os, "geteuid", lambda: info.st_uid)()
     if info.st_uid != mine:
-        raise PermissionError(f"{path} belongs to user {info.st_uid}, not to {mine}: nothing is read from it")
+        raise PermissionError(f"{path} belongs to user {info.st_uid}, not to {mine}: it is not used")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others can write to {path}, so nothing is read from it; chmod go-w {path}")
+        raise PermissionError(f"others can write to {path}, so it is not used; chmod go-w {path}")
 
 
 def enabled() -> bool:
@@ -93,7 +93,7 @@ def default_root() -> Path:
     if own := os.environ.get("DYNAFLOW_CACHE_DIR"):
         return Path(own).expanduser()
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the standard says to ignore it then
+    if not base.is_absolute():  # the XDG standard says to ignore it
         base = Path.home() / ".cache"
     return base / "dynaflow"
 
@@ -114,11 +114,11 @@ def _decoded(data: bytes, kind: str, key: str) -> str:
     match json.loads(body.decode("utf-8", "surrogatepass")):
         case [str(a), str(b), str(text)] if (a, b) == (kind, key):
             return text
-    raise ValueError("a file holds something else than its name says")
+    raise ValueError("a file's content does not match its name")
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All or nothing for readers. A crash of the machine may still leave half a file: the checksum tells."""
+    """Writes atomically for readers. A crash of the machine may still leave half a file, which the checksum detects."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -131,7 +131,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _trim(folder: Path) -> None:
-    """Lets the oldest files go. Others may be doing the same, so a file that is gone is no surprise."""
+    """Deletes the oldest files. Other processes may do the same, so missing files are ignored."""
     files: list[tuple[int, int, str]] = []
     stale = (time.time() - STALE_SECONDS) * 1e9
     with os.scandir(folder) as entries:
@@ -154,7 +154,7 @@ def _trim(folder: Path) -> None:
 
 
 def _warn(what: str, error: Exception) -> None:
-    """Once per process: a cache that does not work is worth knowing of, not worth a line per plan."""
+    """Warns once per process."""
     if next(failures) == 0:
         advice = "DYNAFLOW_CACHE_DIR names another folder, DYNAFLOW_CACHE=0 turns it off"
         logging.getLogger("dynaflow").warning("the cache could not be %s: %s; %s", what, error, advice)

@@ -1,8 +1,8 @@
-"""What a child process has to make anew after a fork.
+"""Locks and callbacks that survive a fork.
 
-A child gets a copy of all memory, but of the threads only the one that forked. A lock that another thread held stays
-closed there, and workers are gone, so whoever waited for either would wait for ever. All locks of this package are made
-here, and are open in a child; what owns threads, or else depends on the process, is told by its `after_fork`.
+A child process copies all memory, but only the thread that forked. A lock that another thread held stays locked there,
+and worker threads are gone, so waiting for either would deadlock. All locks of this package are created here and are
+reset in a child. Owners of threads, or of other state of a process, register an `after_fork` method.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weakref import WeakSet
 
 class Forkable(Protocol):
     def after_fork(self) -> None:
-        """In the child, before anything else runs there."""
+        """Called in the child, before anything else runs there."""
 
 
 _locks: WeakSet[Any] = WeakSet()
-_told: WeakSet[Forkable] = WeakSet()
+_owners: WeakSet[Forkable] = WeakSet()
 
 
 def lock() -> threading.Lock:
@@ -35,15 +35,15 @@ def rlock() -> Any:
 
 
 def tell(owner: Forkable) -> None:
-    """Has its `after_fork` called in each child, as long as it lives."""
-    _told.add(owner)
+    """Registers `owner.after_fork` for each child process, for as long as the owner lives."""
+    _owners.add(owner)
 
 
 def _after_fork() -> None:
     for made in _locks:
-        if not (hasattr(made, "_is_owned") and made._is_owned()):  # by the thread that forked, which will release it
+        if not (hasattr(made, "_is_owned") and made._is_owned()):  # held by the thread that forked, which releases it
             made._at_fork_reinit()
-    for owner in _told:
+    for owner in _owners:
         owner.after_fork()
 
 

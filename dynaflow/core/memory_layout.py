@@ -1,4 +1,4 @@
-"""What sizes and strides say of a tensor's memory."""
+"""Sizes and strides: how a tensor lies in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory a tensor of this layout reaches over."""
+    """Number of elements from the first to the last of a tensor of this layout."""
     return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if prod(size) else 0
 
 
@@ -17,7 +17,7 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def overlaps_itself(size: Sequence[int], stride: Sequence[int], width: int = 1) -> bool:
-    """Whether two elements may share memory: a stride steps over less than what the smaller ones reach."""
+    """Whether two elements may share memory: some stride is smaller than the extent of the smaller strides."""
     reach = width
     for step, n in sorted(zip(stride, size, strict=True)):
         if n > 1 and step < reach:

@@ -1,8 +1,8 @@
 """A schedule as plain data: immutable, hashable, printable, JSON in and out.
 
-Everything about a schedule can be answered from its Plan, with no device and no model. The order of
+A Plan answers every question about its schedule without a device or a model. The order of
 `tasks` is the order in which the host issues them, and on each lane the order in which they run. `after`
-holds the waits between lanes, and only those that the lanes' own order does not already imply.
+holds the waits between lanes that the lanes' own order does not imply.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property, total_ordering
 from typing import Any, Protocol
 
+from dynaflow.core.json_codec import decode
 from dynaflow.errors import PlanError, shown
 
 FORMAT = 1
 MOST_SMS = 1024
-"""No device has more SMs, and no host should be asked for more threads."""
+"""An upper bound for a lane's SMs, or threads."""
 MOST_PRIORITY = 1024
-"""In either direction: devices know far fewer."""
+"""An upper bound in either direction. Devices have far fewer."""
 
 
 @total_ordering
@@ -27,7 +28,7 @@ MOST_PRIORITY = 1024
 class MicroBatch:
     """A slice of the batch: rows [start, stop), and the requests it holds when the batch is ragged.
 
-    Where a number is wanted it stands for its index: `lane=f"lane{op.micro_batch % 2}"`.
+    It can be used as its index: `lane=f"lane{op.micro_batch % 2}"`.
     """
 
     index: int
@@ -65,14 +66,15 @@ class MicroBatch:
 class Lane:
     """A named stream on CUDA, a worker thread on CPU.
 
-    The first lane of a plan is the caller's own; with shares on CUDA none is, since each has a partition.
+    The first lane of a plan is the caller's own stream. If a lane has a share on CUDA, each lane gets an SM partition,
+    and none is the caller's.
     """
 
     name: str
     sms: int | None = None
-    """Its share: SMs on CUDA, threads on CPU. None: what the shares of the other lanes leave."""
+    """Its share: SMs on CUDA, threads on CPU. None: what the other lanes' shares leave."""
     priority: int = 0
-    """Of its stream: the lower, the more urgent; 0 is normal. The caller's own stream and CPU know none."""
+    """Stream priority: lower is more urgent, 0 is normal. Ignored on CPU and on the caller's own stream."""
 
     def __str__(self) -> str:
         notes = [f"{self.sms} SMs"] if self.sms is not None else []
@@ -108,7 +110,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What runs, where, and after what. `tasks` is empty in a sequential plan: the uncut graph runs."""
+    """What runs, where, and after what. A sequential plan has no `tasks`: the uncut graph runs."""
 
     graph: str
     """Fingerprint of the partitioned graph that this plan is for."""
@@ -124,11 +126,11 @@ class Plan:
 
     @property
     def partitioned(self) -> bool:
-        """Some lane has a share, so the device is divided among all of them, and none is the caller's own stream."""
+        """Some lane has a share, so that the device is divided among the lanes."""
         return any(lane.sms is not None for lane in self.lanes)
 
     def shares(self, sms: int) -> dict[str, int | None]:
-        """Of each lane: how many of a device's SMs it may use; None: all."""
+        """For each lane, how many of a device's SMs it may use; None: all."""
         taken = sum(lane.sms for lane in self.lanes if lane.sms and lane.sms != sms)
         return {lane.name: None if not taken or lane.sms == sms else lane.sms or sms - taken for lane in self.lanes}
 
@@ -138,11 +140,11 @@ class Plan:
 
     @cached_property
     def happens_before(self) -> tuple[int, ...]:
-        """For each task, a bit mask of the tasks that are certain to have ended when it starts."""
+        """For each task, a bit mask of the tasks that end before it starts."""
         return happens_before(self.tasks)
 
     def on_one_lane(self, lane: str = "main") -> Plan:
-        """The same tasks one after the other, in the order in which they are issued."""
+        """The same tasks on one lane, in the order in which they are issued."""
         tasks = tuple(replace(task, lane=lane, after=()) for task in self.tasks)
         return replace(self, lanes=(Lane(name=lane),) if tasks else (), tasks=tasks)
 
@@ -165,27 +167,35 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """What `to_json` gave. It may call functions by name only if its scheduler lists them in `functions`."""
+        """Reads the text of `to_json`. The plan may call functions by name only if its scheduler lists them in
+        `functions`."""
         try:
             data = json.loads(text)
-        except (ValueError, TypeError, RecursionError) as e:  # no JSON, no text, too long a number, too deep
-            raise PlanError(f"not a plan: the text is no JSON ({e})", advice="pass what Plan.to_json() gave") from e
+        except (ValueError, TypeError, RecursionError) as e:  # not JSON, not a text, too long a number, too deep
+            raise PlanError(f"not a plan: the text is not JSON ({e})", advice="pass the text of Plan.to_json()") from e
         return Plan.from_dict(data)
 
     @staticmethod
     def from_dict(data: Any) -> Plan:
-        """What the JSON of a plan holds."""
+        """Reads the parsed JSON of a plan."""
         if not isinstance(data, dict) or data.get("format") != FORMAT or isinstance(data["format"], bool):
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise PlanError(
                 f"not a plan of format {FORMAT} (found {shown(found)})",
                 advice="make the plan again with this version of dynaflow",
             )
-        return _parse(data)
+        parts = {name: data[name] for name in ("graph", "micro_batches", "lanes", "tasks") if name in data}
+        try:
+            plan: Plan = decode(Plan, parts)
+        except ValueError as e:
+            raise PlanError(f"malformed plan: {e}", advice="pass what Plan.to_json() gave, unedited") from e
+        if not plan.micro_batches:
+            raise PlanError("malformed plan: no micro-batch", advice="pass what Plan.to_json() gave, unedited")
+        return plan
 
 
 class Ordered(Protocol):
-    """Whatever runs on a lane, after others."""
+    """Something that runs on a lane, after others."""
 
     @property
     def lane(self) -> str: ...
@@ -194,7 +204,7 @@ class Ordered(Protocol):
 
 
 def happens_before(tasks: Iterable[Ordered]) -> tuple[int, ...]:
-    """Bit i of entry j is set when task i is certain to have ended before task j starts."""
+    """Bit i of entry j is set when task i ends before task j starts."""
     masks: list[int] = []
     last_on: dict[str, int] = {}
     for j, task in enumerate(tasks):
@@ -203,72 +213,15 @@ def happens_before(tasks: Iterable[Ordered]) -> tuple[int, ...]:
         if previous is not None:
             mask = masks[previous] | 1 << previous
         for i in task.after:
-            if 0 <= i < j:  # a wait for a later task orders nothing; the check refuses it
+            if 0 <= i < j:  # a wait for a later task orders nothing; the check rejects it
                 mask |= masks[i] | 1 << i
         masks.append(mask)
         last_on[task.lane] = j
     return tuple(masks)
 
 
-def _parse(data: dict[str, Any]) -> Plan:
-    where = "plan"
-    try:
-        micro_batches = []
-        for i, m in enumerate(_list(data["micro_batches"])):
-            where = f"micro_batches[{i}]"
-            requests = None
-            if m.get("requests") is not None:
-                first, last = _list(m["requests"])
-                requests = (_int(first), _int(last))
-            micro_batches.append(
-                MicroBatch(index=_int(m["index"]), start=_int(m["start"]), stop=_int(m["stop"]), requests=requests)
-            )
-        where = "lanes"
-        lanes = []
-        for i, lane in enumerate(_list(data["lanes"])):
-            where = f"lanes[{i}]"
-            sms = None if lane.get("sms") is None else _int(lane["sms"])
-            lanes.append(Lane(name=_str(lane["name"]), sms=sms, priority=_int(lane.get("priority", 0))))
-        where = "tasks"
-        tasks = []
-        for i, t in enumerate(_list(data["tasks"])):
-            where = f"tasks[{i}]"
-            items = tuple(
-                Item(op=_str(item["op"]), micro_batches=tuple(_int(m) for m in _list(item["micro_batches"])))
-                for item in _list(t["items"])
-            )
-            replace = None if t.get("replace") is None else _str(t["replace"])
-            after = tuple(_int(a) for a in _list(t["after"]))
-            tasks.append(Task(items=items, lane=_str(t["lane"]), after=after, replace=replace))
-        where = "graph"
-        graph = _str(data["graph"])
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise PlanError(f"malformed plan: {where}: {e!r}", advice="pass what Plan.to_json() gave, unedited") from e
-    if not micro_batches:
-        raise PlanError("malformed plan: no micro-batch", advice="pass what Plan.to_json() gave, unedited")
-    return Plan(graph=graph, micro_batches=tuple(micro_batches), lanes=tuple(lanes), tasks=tuple(tasks))
-
-
-def _int(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"expected an integer, found {shown(value)}")
-    return value
-
-
-def _str(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a string, found {shown(value)}")
-    return value
-
-
-def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {shown(value)}")
-    return value
-
-
 def is_name(name: object) -> bool:
-    """Of a lane: it is printed, drawn, and written into comments."""
+    """Whether a lane may have this name: it is printed, drawn, and written into comments."""
     return isinstance(name, str) and name.isprintable() and name.strip() != ""
 
 

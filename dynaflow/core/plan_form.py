@@ -1,4 +1,4 @@
-"""Whether a plan is well formed: what can be checked without the graph that it is for."""
+"""Checks that a plan is well formed, as far as that needs no graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REMAKE = "make the plan again with this model, scheduler and version"
 
 
 def check_form(plan: Plan) -> None:
-    """All that can be told without the graph, for those who look at a plan that may come from anywhere."""
+    """All checks of this module, for plans of any origin."""
     check_types(plan)
     check_micro_batches(plan, plan.batch_size)
     check_lanes(plan)
@@ -19,28 +19,29 @@ def check_form(plan: Plan) -> None:
 
 
 def check_types(plan: Plan) -> None:
-    """A plan may be made by hand."""
+    """Types of all fields: a plan may be written by hand."""
     if not isinstance(plan, Plan):
-        raise PlanError(f"{shown(plan)} is no plan", advice="pass a Plan, such as fast.plan(**inputs) gives")
+        raise PlanError(f"{shown(plan)} is not a Plan", advice="pass a Plan, such as the result of fast.plan(**inputs)")
     for what, found, kind in (
         ("micro_batches", plan.micro_batches, MicroBatch), ("lanes", plan.lanes, Lane), ("tasks", plan.tasks, Task),
     ):  # fmt: skip
         if not _all_are(found, kind):
             raise _malformed(f"{what} is {shown(found)}", f"a tuple of {kind.__name__}")
     if not isinstance(plan.graph, str) or not plan.micro_batches:
-        raise _malformed(f"graph={shown(plan.graph)}, {len(plan.micro_batches)} micro-batches", "a name, and some")
+        what = f"graph={shown(plan.graph)}, {len(plan.micro_batches)} micro-batches"
+        raise _malformed(what, "a fingerprint, and at least one")
     for m in plan.micro_batches:
         pair = m.requests is None or (_all_are(m.requests, int) and len(m.requests) == 2)
         if not pair or not _all_are((m.index, m.start, m.stop), int):
-            raise _malformed(shown(m), "whole numbers")
+            raise _malformed(shown(m), "integers")
     for lane in plan.lanes:
         share = lane.sms is None or _all_are((lane.sms,), int)
         if not share or not _all_are((lane.priority,), int) or not is_name(lane.name):
-            raise _malformed(shown(lane), "a name that can be printed, and whole numbers")
+            raise _malformed(shown(lane), "a name that can be printed, and integers")
     for i, task in enumerate(plan.tasks):
         fits = _all_are(task.items, Item) and _all_are(task.after, int) and isinstance(task.replace, (str, NoneType))
         if not fits or not all(isinstance(item.op, str) and _all_are(item.micro_batches, int) for item in task.items):
-            raise _malformed(f"task {i} is {shown(task)}", "items, and whole numbers to wait for")
+            raise _malformed(f"task {i} is {shown(task)}", "items, and indices of tasks to wait for")
 
 
 def _all_are(values: object, kind: type) -> bool:
@@ -81,7 +82,7 @@ def check_lanes(plan: Plan) -> None:
         if lane.sms is not None and not 1 <= lane.sms <= MOST_SMS:
             raise PlanError(
                 f"lane {lane.name!r} has a share of {shown(lane.sms)} SMs",
-                advice="give it at least one, and no more than there are; or None",
+                advice="give it at least one SM and at most as many as the device has, or None",
             )
         if abs(lane.priority) > MOST_PRIORITY:
             raise PlanError(
@@ -104,7 +105,7 @@ def check_lanes(plan: Plan) -> None:
 
 
 def _reaches(plan: Plan, start: int, goal: int) -> bool:
-    """Does `start` wait, through lanes and waits, for `goal`?"""
+    """Whether `start` waits for `goal`, through lanes and waits."""
     todo, seen = [start], set()
     while todo:
         i = todo.pop()

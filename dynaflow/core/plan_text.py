@@ -1,4 +1,4 @@
-"""A plan drawn in the terminal: a row for each lane, time from left to right."""
+"""Draws a plan in the terminal: a row per lane, time from left to right."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dynaflow.errors import TimelineError
 Span = tuple[float, float]
 
 NARROWEST = 20
-"""Columns for the tasks, however long the names of lanes are."""
+"""Least number of columns for the tasks."""
 
 
 def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> str:
-    """`spans` are the tasks' measured starts and ends, in ms; without them every task counts as one step.
+    """`spans` are the tasks' measured starts and ends, in ms; without them every task takes one step.
 
-    A letter stands for a kind of operator (its path without numbers), the digits for the micro-batches.
+    A letter stands for a kind of operator (its path without numbers), digits for the micro-batches.
     """
     check_form(plan)
     advice = "pass a number of columns"
@@ -35,7 +35,7 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
     label = max(len(lane.name) for lane in plan.lanes)
     columns = max(NARROWEST, width - label - 2)
     if spans is None:
-        columns -= columns % 4  # no step is cut where a row ends
+        columns -= columns % 4  # no step is cut at the end of a row
     unit = 4 if spans is None else columns / max(end - begin, 1e-9)
     bands = max(1, -(-int((end - begin) * unit) // columns))
     rows = {lane.name: [" "] * (columns * bands + 1) for lane in plan.lanes}
@@ -52,7 +52,7 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
             lines.append(f"{lane.name:>{label}} |{part}")
         if bands > 1 and band < bands - 1:
             lines.append("")
-    legend = ", ".join(f"{letter}\0{kind}" for kind, letter in letters.items())  # a letter stays with its name
+    legend = ", ".join(f"{letter}\0{kind}" for kind, letter in letters.items())  # \0: no line break
     scale = "" if spans is None else f"   ({end - begin:.2f} ms)"
     indent = " " * (label + 2)
     lines += textwrap.wrap(
@@ -75,7 +75,7 @@ def _checked(spans: Sequence[Span], plan: Plan) -> list[Span]:
 
 
 def steps_of(plan: Plan) -> list[Span]:
-    """When each task could run if all took one step."""
+    """Start and end of each task if all take one step."""
     free: dict[str, float] = {}
     times: list[Span] = []
     for task in plan.tasks:
@@ -86,12 +86,12 @@ def steps_of(plan: Plan) -> list[Span]:
 
 
 def kind_of(op: str) -> str:
-    """What operators of equal layers have in common: the path without its numbers."""
+    """The path without its numbers, which operators of equal layers share."""
     return re.sub(r"\b\d+\b", "*", re.sub(r"#\d+", "", op))
 
 
 def resource_in_words(name: str, device: str) -> str:
-    """What the cost model calls SMs are a CPU's cores. Files and results keep the name."""
+    """The name to print for a resource: the cost model's "sms" are a CPU's cores. Files use the cost model's name."""
     return "cores" if name == "sms" and on_cpu(device) else name
 
 

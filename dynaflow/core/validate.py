@@ -1,4 +1,5 @@
-"""What users hand in, as what it has to be; or an error that says what was found, and what to pass."""
+"""Arguments of the public API, checked: each function returns the value, or raises with what was found and what to
+pass."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def wrong(what: str, value: Any, advice: str, error: Kind = DynaFlowError) -> Dy
 
 
 def is_integer(value: Any) -> bool:
-    """Python's, or one that stands for it exactly, such as numpy's. A bool is a flag, and a float may be anything."""
-    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")  # numpy's, or torch's
+    """A Python or numpy integer. A bool is a flag, and a float is not exact."""
+    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")  # numpy's or torch's
     if is_flag or not hasattr(type(value), "__index__"):
         return False
     try:
@@ -56,7 +57,7 @@ def several(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> 
 
 
 def members(value: Any) -> list[Any] | None:
-    """Those of a list, a tuple, an array. Texts and mappings have members too, but nobody means those."""
+    """The members of a list, tuple or array; None for other values, texts and mappings among them."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         return None
     try:
@@ -73,7 +74,7 @@ def names(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> li
 
 
 def mapping(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> Mapping[str, Any]:
-    """By names."""
+    """A mapping with text keys."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise wrong(what, value, advice, error)
     return value

@@ -1,7 +1,7 @@
-"""How tasks that run at the same time share a device.
+"""How concurrent tasks share a device.
 
-Each gets what it would use alone, as long as there is enough. Of what there is too little of, all get as much, or less
-if less will do: so a small user is not held up by a large one. More urgent tasks come first.
+Max-min fairness: each task gets what it would use alone while there is enough. A scarce resource is divided evenly,
+except that no task gets more than it needs. Tasks of higher priority are served first.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Needs = dict[int, float]
-"""Resource -> the fraction of it that a task uses when it is alone."""
+"""Resource -> the fraction that a task uses when it runs alone."""
 
 ALL = 1.0 - 1e-9
 
 
 def share(needs: Sequence[Needs], priorities: Sequence[int]) -> tuple[list[float], dict[int, float]]:
-    """How fast each task goes, 1 being alone on the device; and what is in use of each resource."""
+    """The speed of each task, 1 being alone on the device; and the utilization of each resource."""
     rates = [0.0] * len(needs)
     used: dict[int, float] = {}
     for priority in sorted(set(priorities)):
@@ -29,7 +29,7 @@ def share(needs: Sequence[Needs], priorities: Sequence[int]) -> tuple[list[float
 
 
 def _hold_back(needs: Sequence[Needs], rates: list[float], used: dict[int, float], mine: list[int]) -> None:
-    """From full speed down, until there is enough of everything; the scarcest resource first."""
+    """Lowers speeds from 1 until no resource is oversubscribed, the scarcest resource first."""
     for i in mine:
         rates[i] = 1.0
     while True:
@@ -50,7 +50,7 @@ def _hold_back(needs: Sequence[Needs], rates: list[float], used: dict[int, float
 
 
 def _fill(needs: Sequence[Needs], rates: list[float], used: dict[int, float], mine: list[int]) -> None:
-    """What was held back for one resource may have left some of another: raises all together while it lasts."""
+    """Raises speeds evenly while resources last: a limit on one resource may leave some of another."""
     while True:
         full = {r for r, u in used.items() if u >= ALL}
         rising = [i for i in mine if rates[i] < ALL and not needs[i].keys() & full]

@@ -1,9 +1,11 @@
-"""How long an operator takes, and what it uses meanwhile: as measured where it was measured, else by roofline.
+"""How long an operator takes, and which resources it uses: measured if possible, else by a roofline model.
 
-An operator is a list of phases, in each of which it uses the same resources: an attention block is a product, then
-a sweep over memory, then a product. Each kernel takes as long as the resource it needs most, and never less than a
-kernel takes at all. A measured time stretches the phases: the same bytes and products over a longer time are less of
-the memory's and the arithmetic's; but the SMs, a link or a copy engine are held for all of it.
+An operator is a list of phases, in each of which its use of resources is constant: attention is a matmul, a
+memory-bound
+kernel, and a matmul. A kernel takes as long as its scarcest resource, and at least the minimum time of a kernel. A
+measured
+time stretches the phases: the same bytes and FLOPs over a longer time use less bandwidth and compute, but SMs, links
+and copy engines are occupied throughout.
 """
 
 from __future__ import annotations
@@ -23,40 +25,40 @@ from dynaflow.partition.op_graph import Op, OpGraph
 __all__ = ["RESOURCES", "Costs", "Phase", "Profile", "operator_key"]
 
 RESOURCES = ("compute", "memory", "to_host", "from_host", "link", "power", "sms")
-"""What tasks share: power over a whole run, the others at each moment. The SMs may be divided among lanes."""
+"""Resources that tasks share: power over a whole run, the others at each moment. SMs may be divided among lanes."""
 
 POWER, SMS = RESOURCES.index("power"), RESOURCES.index("sms")
 _BY_WORK = frozenset({"compute", "memory", "power", "sms"})
-"""What is used by the amount of work, however long that takes; the SMs if nothing better is known."""
+"""Resources whose total use does not depend on the time taken; the SMs unless `Phase.filled` is known."""
 
 Uses = tuple[float, ...]
-"""Of each resource: the fraction that is in use, in the order of RESOURCES."""
+"""Utilization of each resource, in the order of RESOURCES."""
 
 Profile = Mapping[tuple[str, int, int | None], float]
 """(operator_key or name of a function, rows, SMs or None for all) -> seconds."""
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 256, 0.85), (64, 128, 0.72), (64, 64, 0.5))
-"""What libraries cut a product into: rows, columns, speed of such a tile against the best."""
+"""Matmul tiles of libraries: rows, columns, speed relative to the best tile."""
 SPLITS = (1, 2, 4, 8)
-"""And in how many pieces they do the sums, where that fills the device."""
+"""Split-K factors, where that fills the device."""
 
 SHORT = 0.1
-"""Of an operator's time: a phase shorter than this is counted to the one before."""
+"""A phase shorter than this fraction of an operator's time is merged into the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Some time in which an operator, alone on the device, uses the same of everything."""
+    """A span in which an operator, alone on the device, uses each resource at a constant rate."""
 
     seconds: float
     uses: Uses
     filled: float = 0.0
-    """The share of the SMs that its kernels hold while they run; 0 if nothing is known of them."""
+    """The fraction of the SMs that its kernels occupy; 0 if unknown."""
     idle: float = 0.0
-    """Of the seconds, those between kernels, in which nothing is used."""
+    """Seconds between kernels, in which nothing is used."""
 
     def stretched(self, scale: float) -> Phase:
-        """The same work in another time; in none, what was too short to be measured."""
+        """The same work in `scale` times the time. A scale of 0 means that it was too short to be measured."""
         if not scale:
             return Phase(0.0, (0.0,) * len(self.uses))
         seconds, idle = self.seconds * scale, self.idle * min(1.0, scale)
@@ -67,7 +69,7 @@ class Phase:
 
 
 class Costs:
-    """The operators of one graph on one device. `profile` holds what was measured."""
+    """Costs of one graph's operators on one device. `profile` holds measurements."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Costs:
         *,
         sizes: Mapping[sympy.Symbol, int] | None = None,
     ) -> None:
-        """`sizes`: values of symbols other than the batch, where they are not those of the capture."""
+        """`sizes`: values of symbols other than the batch, where they differ from the capture."""
         self.graph, self.device, self.sizes = graph, device, sizes
         self._measured: dict[tuple[str, int | None], list[tuple[int, float]]] = {}
         for (key, rows, sms), seconds in sorted((profile or {}).items(), key=lambda item: item[0][:2]):
@@ -92,22 +94,22 @@ class Costs:
         return self._works[key]
 
     def kernels(self, op: Op, rows: int) -> int:
-        """How many the host has to launch."""
+        """Number of kernels that the host launches."""
         return self.work(op, rows).kernels
 
     def seconds(self, op: Op, rows: int, sms: int | None = None) -> float:
-        """How long the operator takes alone, for `rows` rows of the batch, on `sms` SMs (all, if None)."""
+        """Time of the operator alone, for `rows` rows of the batch, on `sms` SMs (None: all)."""
         return math.fsum(p.seconds for p in self.phases(op, rows, sms))
 
     def uses(self, op: Op, rows: int, sms: int | None = None) -> dict[str, float]:
-        """Of each resource, the fraction that the operator uses while it runs alone."""
+        """Utilization of each resource while the operator runs alone."""
         phases = self.phases(op, rows, sms)
         total = math.fsum(p.seconds for p in phases)
         parts = (math.fsum(p.seconds * p.uses[r] for p in phases) for r in range(len(RESOURCES)))
         return {name: part / total if total else 0.0 for name, part in zip(RESOURCES, parts, strict=True)}
 
     def phases(self, op: Op, rows: int, sms: int | None = None) -> tuple[Phase, ...]:
-        """The operator's time, cut where it changes over to another resource."""
+        """The operator's time, divided where its main resource changes."""
         sms = None if sms is None or sms >= self.device.sms else sms
         key = (operator_key(self.graph, op), rows, sms)
         if key not in self._phases:
@@ -120,16 +122,16 @@ class Costs:
 
     @property
     def _nothing(self) -> Phase:
-        """What stands for an operator without kernels, where it was measured all the same."""
+        """A phase for an operator without kernels that was measured nevertheless."""
         return Phase(self.device.kernel, (0.0,) * len(RESOURCES))
 
     def function(self, name: str, rows: int, sms: int | None = None) -> float | None:
-        """Of a function that stands for operators: what was measured, between measured rows a straight line."""
+        """The measured time of a replacement function, interpolated between measured numbers of rows."""
         points = self._measured.get((name, sms)) or self._measured.get((name, None))
         return _between(points, rows) if points else None
 
     def _correction(self, op: Op, rows: int, sms: int | None) -> float | None:
-        """Measured over estimated time; between measured numbers of rows a straight line, outside the nearest."""
+        """Measured over estimated time, interpolated between measured numbers of rows; outside of them, the nearest."""
         key = operator_key(self.graph, op)
         own = sms if (key, sms) in self._measured else None
         points = self._measured.get((key, own))
@@ -159,7 +161,7 @@ def _phase(kernel: Kernel, device: Device, sms: int | None) -> Phase:
     compute = 0.0
     if kernel.flops:
         compute, filled = _compute(kernel, device, sms)
-    wide = kernel.kind == "matmul" or kernel.blocks >= there  # products split their sums to fill the device
+    wide = kernel.kind == "matmul" or kernel.blocks >= there  # matmuls split K to fill the device
     reach = device.memory_speed((there if wide else kernel.blocks) / device.sms)
     memory = kernel.bytes / (device.bytes_per_second * reach)
     busy = max(compute, memory)
@@ -176,7 +178,7 @@ def _phase(kernel: Kernel, device: Device, sms: int | None) -> Phase:
 
 
 def _compute(kernel: Kernel, device: Device, sms: int | None) -> tuple[float, float]:
-    """Seconds of arithmetic, and how much of the SMs' time that is."""
+    """Seconds of arithmetic, and the fraction of the SMs that it occupies."""
     flops = device.flops(kernel.dtype)
     there = sms or device.sms
     share = there / device.sms * (device.matmul_share if sms else 1.0)
@@ -206,7 +208,7 @@ def _copy(kernel: Kernel, device: Device) -> Phase:
 
 
 SENT = {"all_reduce": 2.0, "all_gather_into_tensor": None, "all_gather": None}
-"""How often a rank sends what it was given, if not once; an all-gather sends it to every other rank."""
+"""How often a rank sends its input, by default once; None for all-gather, which sends it to every other rank."""
 
 
 def _collective(kernel: Kernel, device: Device, sms: int | None) -> Phase:
@@ -217,15 +219,15 @@ def _collective(kernel: Kernel, device: Device, sms: int | None) -> Phase:
     sent = kernel.bytes * (ranks - 1 if times is None else times * (ranks - 1) / ranks)
     busy = sent / link.bandwidth
     seconds = busy + link.latency
-    memory = 2 * sent / device.bytes_per_second / seconds  # each byte that is sent is read, and written by its receiver
+    memory = 2 * sent / device.bytes_per_second / seconds  # each byte sent is read once and written once
     part = busy / seconds
-    # On SMs of its own it is in nobody's way.
+    # On an SM partition of its own it does not disturb other kernels.
     held = min(1.0, link.sms * (1.0 if sms else device.crowding) / (sms or device.sms))
     return Phase(seconds, (0.0, min(memory, 1.0), 0.0, 0.0, part, device.copy_drag * part, held), held)
 
 
 def _merged(phases: Sequence[Phase]) -> list[Phase]:
-    """Neighbours that use the same resource most become one; short ones go with what came before."""
+    """Merges neighbours with the same main resource, and short phases into the previous one."""
     total = math.fsum(p.seconds for p in phases)
     groups: list[list[Phase]] = []
     before = -1

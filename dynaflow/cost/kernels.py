@@ -1,8 +1,10 @@
 """From aten calls to kernels: what Inductor would launch for an operator, without compiling it.
 
-Calls that compute more than a loop over elements stay kernels of their own. Loops are fused when one uses the other's
-result and no kernel lies between them. What a group of loops reads from outside and what others use of it is its
-traffic; what stays inside is never in memory.
+*Contract.* `Recorder` observes the aten calls of one run on fake tensors, and `kernels` returns what would be launched,
+in
+order. The run itself is not changed. Calls that are more than a loop over elements stay kernels of their own. Loops are
+fused if one uses the other's result and no kernel lies between them. A fused kernel's traffic is what it reads from
+outside, and those of its results that are used outside.
 """
 
 from __future__ import annotations
@@ -32,32 +34,32 @@ class Kernel:
     kind: Kind
     name: str = ""
     flops: int = 0
-    """Of matrix products; other arithmetic is hidden behind the memory."""
+    """Of matmuls; other arithmetic is hidden by memory traffic."""
     bytes: int = 0
-    """Read and written in device memory; of a copy or a collective: what is copied or reduced."""
+    """Device memory traffic; for a copy or a collective, the bytes that are copied or reduced."""
     dtype: str = ""
     blocks: int = 1
-    """How many parts can run side by side."""
+    """Number of thread blocks that can run concurrently."""
     shape: tuple[int, int, int, int] | None = None
-    """Of a product: how many, rows, columns, and the length that is summed over."""
+    """Of a matmul: (batch, m, n, k)."""
     group: str = ""
-    """Of a collective: who takes part."""
+    """Of a collective: its process group."""
 
 
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "wait_tensor",
          "detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride", "sym_numel"}  # fmt: skip
-"""Calls that launch nothing, though their schema does not say that they are views."""
+"""Calls that launch nothing, though their schema marks no view."""
 
 _GATHERS = {"embedding", "index", "index_select", "gather", "take", "take_along_dim"}
-"""Loops that look into a table: of the table they read as much as they hand out."""
+"""Loops that read as much of their table as they return."""
 
 _SCATTERS = {"index_copy_", "index_put_", "_index_put_impl_", "index_add_", "scatter_", "scatter_add_",
              "index_fill_", "masked_scatter_"}  # fmt: skip
-"""Loops that write parts of what they are given. Nothing that reads it again can be fused with them."""
+"""Loops that write parts of an argument. Readers of the result can't be fused with them."""
 
 _ROWWISE = {"_softmax", "_log_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm", "rms_norm",
             "native_group_norm", "cumsum", "cumprod"}  # fmt: skip
-"""Loops that need whole rows at once, so that a row is what can run side by side."""
+"""Loops that need a whole row per thread block."""
 
 _KERNELS = {"sort", "topk", "argsort", "nonzero", "unique", "_unique2", "histc", "bincount", "searchsorted",
             "multinomial", "masked_select", "upsample_bilinear2d", "upsample_nearest2d",
@@ -68,7 +70,7 @@ _CONVOLUTIONS = {"convolution", "_convolution", "cudnn_convolution", "convolutio
 _GROUPED = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback", "_scaled_grouped_mm"}
 
 _INLINED = 64
-"""Loops of so few elements are done again wherever a loop needs their result."""
+"""Loops with at most this many elements are recomputed in the loops that use them."""
 
 Describe = Callable[..., Kernel | tuple[Kernel, ...]]
 _Tensors = list[torch.Tensor]
@@ -77,42 +79,42 @@ _described: dict[str, Describe] = {}
 
 
 def describe(operator: Any, how: Describe) -> None:
-    """Says what a custom operator does: `how` is a function of (args, kwargs, result) that gives its kernels.
+    """Describes a custom operator: `how` takes (args, kwargs, result) and returns its kernels.
 
-    Without it, such an operator is taken for one kernel that reads what it is given and writes what it returns.
+    An operator without a description counts as one kernel that reads its arguments and writes its results.
     """
     overload = operator if isinstance(operator, _torch.OpOverload) else getattr(operator, operator.overloads()[0])
-    _described[overload._schema.name] = how
+    _described[_torch.schema_of(overload).name] = how
 
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One aten call that does something."""
+    """One aten call that launches something."""
 
     kernels: tuple[Kernel, ...] = ()
-    """Empty for a loop that may be fused."""
+    """Empty for a loop, which may be fused."""
     reads: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes."""
     writes: dict[int, int] = field(default_factory=dict)
     size: int = 0
-    """Elements that it goes over."""
+    """Number of elements that it iterates over."""
     rows: int | None = None
-    """How many can run side by side, where elements can't."""
+    """Number of rows, where elements are not independent."""
     closes: bool = False
-    """Nothing that uses its result can be fused with it."""
+    """Users of its result can't be fused with it."""
     level: int = 0
     group: int = -1
 
 
 class Recorder(_torch.TorchDispatchMode):
-    """Notes the calls of a fake run, and turns them into kernels."""
+    """Records the calls of a fake run, and turns them into kernels."""
 
     supports_higher_order_operators = True
 
     def __init__(self, inputs: list[torch.Tensor]) -> None:
         super().__init__()
         self._calls: list[_Call] = []
-        self._kept = list(inputs)  # or a storage's identity could be used again
+        self._alive = list(inputs)  # so that the ids of storages are not reused
         self._outside = {_torch.storage_id(t) for t in inputs}
         self._sizes = {_torch.storage_id(t): t.untyped_storage().nbytes() for t in inputs}
         self._muted = False
@@ -124,7 +126,7 @@ class Recorder(_torch.TorchDispatchMode):
             self._note(func, args, kwargs, out)
         return out
 
-    # Calls that are seen whole
+    # Calls that are recorded as a whole
 
     def linear(self, call: Callable[[], Any], x: torch.Tensor, weight: torch.Tensor) -> Any:
         self._muted = True
@@ -140,7 +142,7 @@ class Recorder(_torch.TorchDispatchMode):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """Laid out as fused attention lays out its result: position before head."""
+        """The result has the layout of fused attention: position before head."""
         self._muted = True
         try:
             *lead, positions, width = (*q.shape[:-1], v.shape[-1])
@@ -165,11 +167,11 @@ class Recorder(_torch.TorchDispatchMode):
         self._add([q, k, v, *([bias] if bias is not None else [])], [out], kernel)
         return out
 
-    # The rest
+    # All other calls
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         given, made = tensors_in((args, kwargs)), tensors_in(out)
-        schema = getattr(func, "_schema", None)
+        schema = _torch.schema_of(func)
         if schema is None:  # a higher-order operator
             self._add(given, made, Kernel(kind="other", name=str(func), blocks=_blocks(made)))
             return
@@ -194,7 +196,7 @@ class Recorder(_torch.TorchDispatchMode):
             self._loop(name, given, made, written)
 
     def _loop(self, name: str, given: _Tensors, made: _Tensors, written: _Tensors) -> None:
-        """A loop over elements, which may become part of another."""
+        """A loop over elements, which may be fused."""
         targets = [t for t in made if all(t is not w for w in written)] + written
         if not targets:
             return
@@ -251,12 +253,12 @@ class Recorder(_torch.TorchDispatchMode):
     def _keep(self, tensors: list[torch.Tensor]) -> None:
         for t in tensors:
             self._sizes.setdefault(_torch.storage_id(t), t.untyped_storage().nbytes())
-        self._kept += tensors
+        self._alive += tensors
 
     # From calls to kernels
 
     def kernels(self, results: Any) -> tuple[Kernel, ...]:
-        """What is launched, in order; `results` are those of the operator."""
+        """The kernels, in order. `results` are those of the operator."""
         calls, inputs_of = self._calls, self._connect()
         wanted = {_torch.storage_id(t) for t in tensors_in(results)} | self._outside
         users: list[set[int]] = [set() for _ in calls]
@@ -277,7 +279,7 @@ class Recorder(_torch.TorchDispatchMode):
         return tuple(found)
 
     def _connect(self) -> list[dict[int, int]]:
-        """Of each call, which storage comes from which call. Puts loops that can be one into one group."""
+        """For each call, storage -> the call that made it. Groups loops that can be fused."""
         maker: dict[int, int] = {}
         inputs: list[dict[int, int]] = []
         for i, call in enumerate(self._calls):
@@ -296,13 +298,13 @@ class Recorder(_torch.TorchDispatchMode):
         return inputs
 
     def _first(self, i: int) -> int:
-        """Of a group, the call that stands for it."""
+        """The representative of a call's group."""
         while self._calls[i].group != i:
             i = self._calls[i].group
         return i
 
     def _needed(self, users: list[set[int]], wanted: set[int]) -> set[int]:
-        """Calls whose results anyone uses: a compiler leaves out the others."""
+        """Calls whose results are used: a compiler removes the others."""
         used: set[int] = set()
         for i in range(len(self._calls) - 1, -1, -1):
             call = self._calls[i]
@@ -328,7 +330,7 @@ class Recorder(_torch.TorchDispatchMode):
         by_kernels = any(self._calls[u].kernels for i in members for u in users[i])
         if not writes or (largest <= _INLINED and not writes.keys() & wanted and not by_kernels):
             return []
-        # Results of different sizes come from loops of their own: queries and keys under one rotation.
+        # Results of different sizes need separate kernels, as queries and keys under rotary embedding do.
         count = max(1, len(sizes))
         rows = [r for i in members if (r := self._calls[i].rows) is not None]
         blocks = max(min(rows), largest // 65536) if rows else -(-largest // 1024)
@@ -337,7 +339,7 @@ class Recorder(_torch.TorchDispatchMode):
 
 
 def _kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Kernel | None:
-    """Products, convolutions and attention; None for other calls."""
+    """Matmuls, convolutions and attention; None for other calls."""
     if name in _GROUPED:
         a, b = args[0], args[1]
         (length, n), groups, m = b.shape[-2:], b.shape[0] if b.dim() == 3 else 1, a.shape[-2]
@@ -363,7 +365,7 @@ def _kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Kernel | 
             shape=(heads, q.shape[-2], k.shape[-2], q.shape[-1]),
         )  # fmt: skip
     a, b = [t for t in args[:3] if isinstance(t, torch.Tensor)][-2:] if name in ("addmm", "baddbmm") else args[:2]
-    if a.shape[-1] == 1:  # an outer product is a loop
+    if a.shape[-1] == 1:  # an outer product is a pointwise loop
         return None
     many = a.shape[0] if a.dim() == 3 else 1
     return _product("matmul", (many, a.shape[-2], b.shape[-1], a.shape[-1]), a.dtype, name, flops=flops)
@@ -373,7 +375,7 @@ def _product(
     kind: Kind, shape: tuple[int, int, int, int], dtype: torch.dtype, name: str, flops: int | None = None
 ) -> Kernel:
     many, m, n, k = shape
-    side = 64 if kind == "convolution" else 128  # a convolution has few channels, and gets small tiles
+    side = 64 if kind == "convolution" else 128  # a convolution has few channels, so small tiles
     tiles = many * -(-m // side) * -(-n // side)
     flops = 2 * many * m * n * k if flops is None else flops
     return Kernel(kind=kind, name=name, flops=flops, dtype=_name(dtype), blocks=tiles, shape=shape)
@@ -392,7 +394,7 @@ def _collective(name: str, given: list[torch.Tensor], args: Any, kwargs: Any) ->
 
 def _with_bytes(kernel: Kernel, call: _Call, share: float, given: list[torch.Tensor]) -> Kernel:
     reads = dict(call.reads)
-    if share < 1.0:  # experts that no row goes to are not read
+    if share < 1.0:  # experts without rows are not read
         table = _torch.storage_id(given[1])
         reads[table] = int(reads[table] * share)
     return replace(kernel, bytes=sum(reads.values()) + sum(call.writes.values()))
@@ -404,13 +406,13 @@ def _used_share(kernel: Kernel, given: list[torch.Tensor]) -> float:
 
 
 def _crosses(given: _Tensors, made: _Tensors) -> bool:
-    """From the host to the device, or back. A number in a tensor on the host goes along with a launch."""
+    """Whether data moves between host and device. A scalar tensor on the host is passed as a kernel argument."""
     places = {t.device.type == "cpu" for t in (*given, *made)}
     return len(places) == 2 and any(t.dim() for t in made)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """What is really there of it: an expanded dim is there once."""
+    """Bytes in memory: an expanded dim counts once."""
     return _spread(tensor) * tensor.element_size()
 
 

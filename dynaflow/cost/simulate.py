@@ -1,9 +1,13 @@
-"""What a plan would do on a device: a timeline, without the device.
+"""Simulates a plan: its timeline on a device model.
 
-The host issues tasks in the plan's order. Each lane runs its own one after the other; a task starts when it was
-issued, its lane is free and the tasks that it waits for have ended. Tasks that run at the same time share what the
-device has (`contention.py`). Power is not shared at each moment but over the whole run: a run that draws more than the
-card allows takes longer as a whole.
+The host issues tasks in the plan's order. A lane runs its tasks one after the other. A task starts when it is issued,
+its lane is free, and the tasks that it waits for have ended. Concurrent tasks share the device (`contention`). Power is
+limited over the whole run: a run that draws more than the card sustains is stretched as a whole.
+
+1. jobs:   the phases of each task.
+2. issue:  when the host has launched each job.
+3. run:    advances from event to event, with rates from `contention`, until all jobs have ended.
+4. power:  stretches the run.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ from dynaflow.errors import PlanError
 from dynaflow.partition.op_graph import OpGraph
 
 ENOUGH = 1e-12
-"""Work that is as good as done, in seconds."""
+"""Remaining work, in seconds, that counts as none."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """A task on its way."""
+    """A task in the simulation."""
 
     index: int
     name: str
@@ -34,27 +38,28 @@ class _Job:
     after: tuple[int, ...]
     phases: tuple[Phase, ...]
     issued: float = 0.0
-    """When the host has launched its first kernel, and its last."""
+    """When the host has launched its first kernel."""
     issued_all: float = 0.0
+    """When the host has launched its last kernel."""
     start: float = math.inf
     end: float = math.inf
 
 
 _Use = tuple[float, float, dict[int, float]]
-"""From, to, and what was in use, by the numbers of `_needs`."""
+"""(start, end, utilization), with the resource numbers of `_needs`."""
 
 
 class _Part(NamedTuple):
-    """Some SMs: those with the same number are the same ones."""
+    """A part of the SMs. Equal numbers mean the same SMs."""
 
     number: int
     share: float
-    """Of them, how many a lane may use."""
+    """The fraction of them that a lane may use."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Lane:
-    """A stream: what it has to run, and how far it is."""
+    """The state of a stream: its jobs, and its progress."""
 
     part: _Part
     priority: int
@@ -62,19 +67,19 @@ class _Lane:
     at: int = 0
     phase: int = 0
     left: float = 0.0
-    """Seconds of work, alone on the device, in the current phase."""
+    """Remaining seconds of the current phase, if it ran alone."""
     running: bool = False
 
 
 def simulate(plan: Plan, graph: OpGraph, costs: Costs, device: Device, *, cudagraph: bool = False) -> Simulation:
-    """The plan's timeline. With `cudagraph` the host launches it all at once."""
+    """The plan's timeline. With `cudagraph` the host launches all tasks at once."""
     sms, parts = _shares(plan, device)
     jobs = _sequence(plan, graph, costs) if plan.sequential else _jobs(plan, graph, costs, sms)
     host = _issue(plan, graph, costs, jobs, device, cudagraph)
     lanes = {lane.name: _Lane(part=parts[lane.name], priority=lane.priority) for lane in plan.lanes}
     for job in jobs:
         lanes.setdefault(job.lane, _Lane(part=_Part(0, 1.0), priority=0)).jobs.append(job)
-    loads = _slowed(_run(list(lanes.values()), jobs, device), jobs, device)
+    loads = _slowed(_run(list(lanes.values()), jobs, device), jobs)
     spans = tuple(TaskSpan(j.index, j.name, j.lane, j.start, j.end) for j in jobs)
     seconds = max([host, *(s.end for s in spans)])
     sizes = {part.number: round((sms[name] or device.sms) / part.share) for name, part in parts.items()}
@@ -89,12 +94,12 @@ def simulate(plan: Plan, graph: OpGraph, costs: Costs, device: Device, *, cudagr
 
 
 def rows_of(plan: Plan, graph: OpGraph, item: Item) -> int:
-    """How many rows of the batch the item is for."""
+    """Number of the batch's rows that the item covers."""
     op = graph.by_name[item.op]
     return sum(plan.micro_batches[m].size for m in item.micro_batches) if op.splittable else plan.batch_size
 
 
-# What there is to do
+# 1. jobs
 
 
 def _jobs(plan: Plan, graph: OpGraph, costs: Costs, sms: dict[str, int | None]) -> list[_Job]:
@@ -108,7 +113,7 @@ def _jobs(plan: Plan, graph: OpGraph, costs: Costs, sms: dict[str, int | None]) 
 def _phases(plan: Plan, graph: OpGraph, costs: Costs, task: Task, sms: int | None) -> tuple[Phase, ...]:
     missing = next((item.op for item in task.items if item.op not in graph.by_name), None)
     if missing is not None:
-        raise PlanError(f"the plan has an operator {missing!r}, the graph has none", op=missing,
+        raise PlanError(f"the plan has an operator {missing!r}, and the graph has none of that name", op=missing,
                         advice="simulate a plan with the graph that it was made for")  # fmt: skip
     found = [p for i in task.items for p in costs.phases(graph.by_name[i.op], rows_of(plan, graph, i), sms)]
     measured = costs.function(task.replace, rows_of(plan, graph, task.items[0]), sms) if task.replace else None
@@ -119,7 +124,7 @@ def _phases(plan: Plan, graph: OpGraph, costs: Costs, task: Task, sms: int | Non
 
 
 def _sequence(plan: Plan, graph: OpGraph, costs: Costs) -> list[_Job]:
-    """The uncut graph: its operators one after the other."""
+    """The uncut graph: its operators in sequence."""
     rows = plan.batch_size
     return [
         _Job(index=i, name=op.name, lane="main", after=(), phases=costs.phases(op, rows))
@@ -128,7 +133,7 @@ def _sequence(plan: Plan, graph: OpGraph, costs: Costs) -> list[_Job]:
 
 
 def _shares(plan: Plan, device: Device) -> tuple[dict[str, int | None], dict[str, _Part]]:
-    """Of each lane: the SMs it runs on (None: all), and which part of the device that is."""
+    """For each lane: its number of SMs (None: all), and which part of the device they are."""
     sms = plan.shares(device.sms)
     taken = sum(lane.sms for lane in plan.lanes if lane.sms and lane.sms != device.sms)
     if any(n is not None and n < 1 for n in sms.values()) or taken > device.sms:
@@ -136,13 +141,16 @@ def _shares(plan: Plan, device: Device) -> tuple[dict[str, int | None], dict[str
             f"lanes take {taken} SMs, of {device.sms} that {device.name} has",
             advice="give the lanes smaller shares, or simulate a larger device",
         )
-    if None in sms.values():  # who has all of them is also on the others' part
+    if None in sms.values():  # a lane with all SMs overlaps the parts of the others
         return sms, {name: _Part(0, (n or device.sms) / device.sms) for name, n in sms.items()}
     return sms, {lane.name: _Part(n if lane.sms else 0, 1.0) for n, lane in enumerate(plan.lanes, 1)}
 
 
+# 2. issue
+
+
 def _issue(plan: Plan, graph: OpGraph, costs: Costs, jobs: list[_Job], device: Device, cudagraph: bool) -> float:
-    """When the host issues each job, and when it is done with all."""
+    """Sets when the host issues each job. Returns when it has issued all."""
     clock = device.graph_launch if cudagraph else device.host_call
     for job in jobs:
         job.issued = job.issued_all = clock
@@ -160,7 +168,7 @@ def _issue(plan: Plan, graph: OpGraph, costs: Costs, jobs: list[_Job], device: D
     return clock
 
 
-# The run
+# 3. run
 
 
 def _run(lanes: list[_Lane], jobs: list[_Job], device: Device) -> list[_Use]:
@@ -191,15 +199,15 @@ def _run(lanes: list[_Lane], jobs: list[_Job], device: Device) -> list[_Use]:
                 _advance(lane, now)
     left = [job for job in jobs if job.end == math.inf]
     if left:
-        raise PlanError(f"{left[0].name} never starts: tasks wait in a circle", advice="check(plan, graph) says more")
+        raise PlanError(f"{left[0].name} never starts: a cycle of waits", advice="check(plan, graph) names the tasks")
     return loads
 
 
 def _start(lanes: list[_Lane], jobs: list[_Job], now: float, wait: float) -> float:
-    """Starts what can start now; returns when something else can, as far as is known."""
+    """Starts the jobs that can start now. Returns the earliest known start of another one."""
     wake = math.inf
     changed = True
-    while changed:  # a job without work ends as it starts, which may let another start
+    while changed:  # a job without work ends at once, which may unblock another
         changed = False
         for lane in lanes:
             if lane.running or lane.at == len(lane.jobs):
@@ -221,14 +229,14 @@ def _start(lanes: list[_Lane], jobs: list[_Job], now: float, wait: float) -> flo
 
 
 def _ready(lane: _Lane, jobs: list[_Job], wait: float) -> float:
-    """When the lane's next job can start, as far as is known."""
+    """The earliest known start of the lane's next job."""
     job = lane.jobs[lane.at]
     before = lane.jobs[lane.at - 1].end if lane.at else 0.0
     return max([job.issued, before, *(jobs[a].end + wait for a in job.after)])
 
 
 def _advance(lane: _Lane, now: float) -> None:
-    """The current phase is done: the next, or the end of the job; not before its last kernel was issued."""
+    """Moves to the next phase, or ends the job, but not before its last kernel is issued."""
     job = lane.jobs[lane.at]
     lane.phase += 1
     if lane.phase < len(job.phases):
@@ -239,8 +247,11 @@ def _advance(lane: _Lane, now: float) -> None:
         lane.running = False
 
 
-def _slowed(loads: list[_Use], jobs: list[_Job], device: Device) -> list[_Use]:
-    """The run stretched until it draws no more power than the card allows."""
+# 4. power
+
+
+def _slowed(loads: list[_Use], jobs: list[_Job]) -> list[_Use]:
+    """Stretches the run until it draws no more power than the card sustains."""
     drawn = math.fsum((end - start) * used[POWER] for start, end, used in loads)
     first, last = (loads[0][0], loads[-1][1]) if loads else (0.0, 0.0)
     if drawn <= last - first:
@@ -263,7 +274,7 @@ def _uses(lane: _Lane) -> Uses:
 
 
 def _needs(lane: _Lane) -> Needs:
-    """What the lane's current phase uses; a part of the SMs is numbered after all resources."""
+    """Utilization of the lane's current phase. Parts of the SMs are numbered after all resources."""
     uses = _uses(lane)
     found = {r: u for r, u in enumerate(uses) if u > 0 and r not in (POWER, SMS)}
     if uses[SMS] > 0:
@@ -272,7 +283,7 @@ def _needs(lane: _Lane) -> Needs:
 
 
 def _weighted(loads: list[_Use], sizes: dict[int, int], sms: int) -> tuple[Load, ...]:
-    """Parts of the SMs put together, by their size."""
+    """Sums up the parts of the SMs, weighted by their size."""
     found = []
     for start, end, used in loads:
         whole = {RESOURCES[r]: u for r, u in used.items() if r < len(RESOURCES)}

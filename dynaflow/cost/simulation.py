@@ -1,4 +1,4 @@
-"""A simulated run: when each task runs, what is in use, and what holds it up."""
+"""The result of a simulation: when each task runs, what is in use, and what limits the run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from dynaflow.core.chrome_trace import ChromeTrace
 from dynaflow.core.plan import Plan
 from dynaflow.core.plan_text import draw, resource_in_words
 from dynaflow.cost.costs import RESOURCES
 
 BUSY = 0.93
-"""Of the time: a resource, or the host, that works so much of it is what limits a run."""
+"""A resource, or the host, that is busy for this fraction of the time limits the run."""
 
 
 class TaskSpan(NamedTuple):
-    """One task; of a sequential plan, one operator. In seconds."""
+    """One task, or one operator of a sequential plan. Times are in seconds."""
 
     task: int
     name: str
@@ -28,7 +29,7 @@ class TaskSpan(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A time in which the same is in use."""
+    """A span of constant utilization."""
 
     start: float
     end: float
@@ -38,7 +39,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What `simulate` found."""
+    """The result of `simulate`."""
 
     plan: Plan
     device: str
@@ -46,16 +47,16 @@ class Simulation:
     spans: tuple[TaskSpan, ...]
     loads: tuple[Load, ...]
     host: float
-    """When the host had issued all."""
+    """When the host has issued all tasks."""
 
     @property
     def busy_seconds(self) -> float:
-        """From the start of the first task to the end of the last: without the host's part before and after."""
+        """From the start of the first task to the end of the last, without host time before and after."""
         return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     @cached_property
     def busy(self) -> dict[str, float]:
-        """Of each resource, what was used of all that there was."""
+        """Mean utilization of each resource."""
         total = max(self.seconds, 1e-12)
         return {
             name: math.fsum((load.end - load.start) * load.uses.get(name, 0.0) for load in self.loads) / total
@@ -64,8 +65,8 @@ class Simulation:
 
     @property
     def limit(self) -> str:
-        """The resource that is always in use; "host" if kernels wait to be launched; "chain" if neither: tasks wait
-        for each other, and something could run beside them."""
+        """The resource that is always in use; "host" if kernels wait to be launched; "chain" if neither: tasks wait for
+        one another, and other work could overlap with them."""
         if self.host >= BUSY * self.seconds:
             return "host"
         name = max(RESOURCES, key=lambda r: (self.busy[r], -RESOURCES.index(r)))
@@ -86,24 +87,18 @@ class Simulation:
         return draw(self.plan, spans, width)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """For Perfetto or chrome://tracing: a row for each lane, a curve for each resource. Times are microseconds."""
-        lanes = {name: i for i, name in enumerate(dict.fromkeys(s.lane for s in self.spans), 1)}
-        events: list[dict[str, Any]] = [_named("process_name", 0, self.device)]
-        events += [_named("thread_name", number, name) for name, number in lanes.items()]
+        """For Perfetto or chrome://tracing: a row for each lane, a curve for each resource."""
+        trace = ChromeTrace(self.device)
         for span in self.spans:
-            events.append(
-                {"ph": "X", "pid": 1, "tid": lanes[span.lane], "name": span.name, "cat": "task",
-                 "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6, "args": self._args(span)}
-            )  # fmt: skip
+            trace.slice(trace.row(self.device, span.lane), span.name, "task", span.start, span.end, self._args(span))
         names = [name for name in RESOURCES if self.busy[name] > 0]
         for load in self.loads:
             used = {name: round(load.uses.get(name, 0.0), 4) for name in names}
-            events.append({"ph": "C", "pid": 1, "name": "in use", "ts": load.start * 1e6, "args": used})
-        told = {"limit": self.limit, "source": "simulated", "seconds": self.seconds}
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
+            trace.counter({"pid": 1}, "in use", load.start, used)
+        return trace.to_dict(limit=self.limit, source="simulated", seconds=self.seconds)
 
     def _args(self, span: TaskSpan) -> dict[str, Any]:
-        """What a reader of the trace can't tell from names and times."""
+        """Details of a task that its name and times don't show."""
         if self.plan.sequential:
             return {"task": span.task, "op": span.name}
         task = self.plan.tasks[span.task]
@@ -112,9 +107,5 @@ class Simulation:
         return {"task": span.task, "op": op, "micro_batches": parts, "after": list(task.after)}
 
     def to_json(self) -> str:
-        """The trace as text, to be written to a file."""
+        """The trace as JSON text."""
         return json.dumps(self.to_chrome_trace())
-
-
-def _named(what: str, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": 1, "tid": thread, "name": what, "args": {"name": name}}

@@ -1,8 +1,7 @@
-"""What one execution of an operator does: arithmetic, memory traffic, copies, communication; with no device.
+"""What one execution of an operator does: arithmetic, memory traffic, copies, communication. Needs no device.
 
-The operator runs on fake tensors with concrete sizes, and every aten call is looked at. Calls that stay kernels of
-their own (products, attention, sorts, collectives, custom operators) are taken as they are; the loops between them are
-put together as Inductor would (`kernels.py`). Equal operators share one such run.
+The operator runs on fake tensors with concrete sizes, and `kernels.Recorder` observes its aten calls. Equal operators
+share one run.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import hashlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
@@ -20,6 +20,7 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow.capture.batch_analysis.probe import concrete
 from dynaflow.capture.captured_graph import Shape
+from dynaflow.core.fx_graphs import canonical
 from dynaflow.cost.kernels import Kernel, Recorder
 from dynaflow.partition.op_graph import Op, OpGraph
 
@@ -28,11 +29,11 @@ Sizes = dict[sympy.Symbol, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The kernels of one execution, in order; sums over them are what a roofline needs."""
+    """The kernels of one execution, in order, and sums over them for a roofline model."""
 
     parts: tuple[Kernel, ...] = ()
     guessed: bool = False
-    """The operator could not be run on fake tensors: only what goes in and comes out is counted."""
+    """The operator could not run on fake tensors: only its inputs and outputs are counted."""
 
     @property
     def flops(self) -> int:
@@ -40,7 +41,7 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """Device memory traffic, loops fused."""
+        """Device memory traffic, with loops fused."""
         return sum(p.bytes for p in self.parts if p.kind not in ("copy_in", "copy_out", "collective"))
 
     @property
@@ -54,28 +55,29 @@ class Work:
 
     @property
     def collectives(self) -> tuple[tuple[str, int, str], ...]:
-        """(kind, bytes, group) of each."""
+        """(name, bytes, group) of each collective."""
         return tuple((p.name, p.bytes, p.group) for p in self.parts if p.kind == "collective")
 
     @property
     def kernels(self) -> int:
-        """How many there are to launch."""
+        """Number of kernels to launch."""
         return len(self.parts)
 
     @property
     def dtype(self) -> str:
-        """The widest that matrix products are done in."""
+        """The widest dtype of the matmuls."""
         return max((p.dtype for p in self.parts if p.flops), key=lambda d: getattr(torch, d).itemsize, default="")
 
     @property
     def tiles(self) -> int:
-        """How many parts of the largest kernel can run side by side."""
+        """Number of thread blocks of the largest kernel."""
         largest = max(self.parts, key=lambda p: (p.flops, p.bytes), default=None)
         return largest.blocks if largest else 0
 
 
 def work_of(graph: OpGraph, op: Op, rows: int, sizes: Mapping[sympy.Symbol, int] | None = None) -> Work:
-    """What `op` does for `rows` rows of the batch. `sizes`: other symbols' values, where not those of the capture."""
+    """The work of `op` for `rows` rows of the batch. `sizes`: values of other symbols, where they differ from the
+    capture."""
     known = _known.setdefault(graph, {})
     values = concrete_sizes(graph, rows, sizes)
     free = sorted({s for s in _symbols(graph, op) if s in values}, key=str)
@@ -86,22 +88,22 @@ def work_of(graph: OpGraph, op: Op, rows: int, sizes: Mapping[sympy.Symbol, int]
 
 
 _known: weakref.WeakKeyDictionary[OpGraph, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""What was found out about the operators of a graph, for as long as the graph lives."""
+"""Keys and work of the operators of each graph that is alive."""
 
 
 def concrete_sizes(graph: OpGraph, rows: int, sizes: Mapping[sympy.Symbol, int] | None = None) -> Sizes:
-    """Every symbol's value when `rows` rows are at hand; requests are as long as they were in the capture."""
+    """The value of each symbol for `rows` rows. Requests keep their mean length of the capture."""
     values = {**graph.graph.hints, **(sizes or {})}
-    if not graph.spaces:
+    if not graph.batch_axes:
         return values
-    before = max((values.get(s, rows) for s in graph.spaces[0]), default=rows)
-    for space in graph.spaces[1:]:
-        values |= {s: max(1, round(values.get(s, 1) * rows / before)) for s in space}
-    return values | {s: rows for s in graph.spaces[0]}
+    before = max((values.get(s, rows) for s in graph.batch_axes[0]), default=rows)
+    for axis in graph.batch_axes[1:]:
+        values |= {s: max(1, round(values.get(s, 1) * rows / before)) for s in axis}
+    return values | {s: rows for s in graph.batch_axes[0]}
 
 
 def operator_key(graph: OpGraph, op: Op) -> str:
-    """Equal for operators that do the same on inputs of the same shapes, whatever the batch; in any process."""
+    """Equal for operators that compute the same on inputs of the same shapes, for any batch, and in any process."""
     known = _known.setdefault(graph, {})
     if op.index not in known:
         known[op.index] = hashlib.sha256(operator_text(graph, op).encode()).hexdigest()[:16]
@@ -109,8 +111,8 @@ def operator_key(graph: OpGraph, op: Op) -> str:
 
 
 def operator_text(graph: OpGraph, op: Op) -> str:
-    """The operator without its names: calls by number, the batch's symbols by their space, other sizes as they were."""
-    names = {s: sympy.Symbol(f"rows{i}") for i, space in enumerate(graph.spaces) for s in space}
+    """The operator without its names: nodes by number, batch symbols by axis, other sizes as in the capture."""
+    names = {s: sympy.Symbol(f"rows{i}") for i, axis in enumerate(graph.batch_axes) for s in axis}
     values = {s: sympy.Integer(n) for s, n in graph.graph.hints.items() if s not in names}
 
     def size(expr: sympy.Expr) -> str:
@@ -123,24 +125,14 @@ def operator_text(graph: OpGraph, op: Op) -> str:
         return f"{found.dtype} {found.device.type} [{sizes}] [{strides}]"
 
     lines = [f"takes {size(s)}" for s in op.symbols] + [f"reads {shape(graph.values[v].shape)}" for v in op.reads]
-    number = {node: f"%{i}" for i, node in enumerate(op.module.graph.nodes)}
-    for node in op.module.graph.nodes:
-        if node.op != "placeholder":
-            args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Plain(number[n]))
-            lines.append(f"{node.op} {_target(op.module, node)} {args!r}")
+    nodes = canonical(op.module.graph, partial(_target, op.module))
+    lines += [f"{kind} {target} {args}" for kind, target, args in nodes if kind != "placeholder"]
     return "\n".join(lines)
-
-
-class _Plain(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _target(module: fx.GraphModule, node: fx.Node) -> str:
     target: Any = node.target
-    if node.op == "get_attr":  # a constant: what it holds costs nothing, its size does
+    if node.op == "get_attr":  # a constant: only its size matters for the cost
         held: Any = module
         for name in str(target).split("."):
             held = getattr(held, name)
@@ -164,16 +156,16 @@ def _symbols(graph: OpGraph, op: Op) -> set[sympy.Symbol]:
 def _run(graph: OpGraph, op: Op, values: Sizes) -> Work:
     grad = torch.is_grad_enabled()
     try:
-        # In inference mode operators would come undecomposed.
+        # In inference mode calls would not be decomposed.
         with torch.inference_mode(False), _torch.concrete_fake_mode(), torch.no_grad():
             given = [concrete(s, values) for s in op.symbols] + [_given(graph, v, values) for v in op.reads]
             recorder = Recorder([g for g in given if isinstance(g, torch.Tensor)])
             results = _Interpreter(op.module, recorder).run(*given)
             return Work(parts=recorder.kernels(results))
-    except Exception:  # sizes that depend on data, a custom operator without a fake: count what crosses
+    except Exception:  # data-dependent sizes, a custom operator without a fake: count inputs and outputs
         return Work(parts=(_crossing(graph, op, values),), guessed=True)
     finally:
-        torch.set_grad_enabled(grad)  # the operator may hold nodes that switch it
+        torch.set_grad_enabled(grad)  # the operator may contain nodes that switch it
 
 
 def _given(graph: OpGraph, value: int, values: Sizes) -> Any:
@@ -199,7 +191,7 @@ def _crossing(graph: OpGraph, op: Op, values: Sizes) -> Kernel:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs an operator; products and attention are seen as the model wrote them, not as a device takes them apart."""
+    """Runs an operator. Linear layers and attention are recorded as the model calls them, not decomposed."""
 
     def __init__(self, module: fx.GraphModule, recorder: Any) -> None:
         super().__init__(module)

@@ -9,11 +9,11 @@ import sympy
 
 from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
 from dynaflow.capture.captured_graph import CapturedGraph
-from dynaflow.core.bounded import Bounded
+from dynaflow.core.bounded import BoundedDict
 from dynaflow.schedule.split import request_count
 
 CUTS_KEPT = 32
-Spaces = tuple[frozenset[sympy.Symbol], ...]
+BatchAxes = tuple[frozenset[sympy.Symbol], ...]
 """The symbols that stand for the rows of the batch, and those for the requests of a ragged one."""
 
 
@@ -24,33 +24,33 @@ class AnalyzedGraph:
         self.graph = graph
         self.plain: str | None = None
         """Why the graph runs plainly, if it does."""
-        idle = graph.idle
+        idle = graph.unused_numbers
         self.size_positions = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
         """Of the inputs that are numbers: a plan is made for their values."""
-        self._probes: dict[Spaces, Any] = {}
-        self.partitions = Bounded(CUTS_KEPT)
+        self._probes: dict[BatchAxes, Any] = {}
+        self.partitions = BoundedDict(CUTS_KEPT)
         """By the batch's symbols and a scheduler's rules: the OpGraph, also for schedulers to come that cut alike."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple(map(args.__getitem__, self.size_positions))
 
-    def spaces(self, args: Sequence[Any], facts: Mapping[str, Any]) -> tuple[Spaces, dict[sympy.Symbol, int]]:
+    def batch_axes(self, args: Sequence[Any], facts: Mapping[str, Any]) -> tuple[BatchAxes, dict[sympy.Symbol, int]]:
         """The symbols that stand for the batch of a call, and what all symbols are worth in it."""
         values = self.graph.symbol_values(args)
-        return self.graph.batch_spaces(values, request_count(facts.get("num_tokens"))), values
+        return self.graph.batch_axes(values, request_count(facts.get("num_tokens"))), values
 
-    def probe(self, spaces: Spaces) -> Any:
+    def probe(self, batch_axes: BatchAxes) -> Any:
         """The facts of the graph's nodes; with no batch when none can be followed; None when all fails."""
-        if spaces not in self._probes:
+        if batch_axes not in self._probes:
             try:
-                self._probes[spaces] = probe(self.graph, spaces)
+                self._probes[batch_axes] = probe(self.graph, batch_axes)
             except Unschedulable as e:
                 self.plain = str(e)
-                self._probes[spaces] = None
+                self._probes[batch_axes] = None
             except Contradiction as e:
-                self.plain = None if spaces else str(e)
-                self._probes[spaces] = self.probe(()) if spaces else None
-        return self._probes[spaces]
+                self.plain = None if batch_axes else str(e)
+                self._probes[batch_axes] = self.probe(()) if batch_axes else None
+        return self._probes[batch_axes]
 
     @property
     def known_probe(self) -> Any:

@@ -17,27 +17,24 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.input_aliasing import Sharing, written_inputs
+from dynaflow.capture.batch_analysis.input_aliasing import InputAliasing, written_inputs
 from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
-from dynaflow.capture.captured_graph import copied as copied_graph
 from dynaflow.capture.dynamic_dims import mark_arguments
-from dynaflow.capture.higher_order import inline
-from dynaflow.capture.joint_graph import (
-    Mistraced,
-    Passes,
+from dynaflow.capture.higher_order import inline_subgraphs
+from dynaflow.capture.joint_graph import JointGraph
+from dynaflow.capture.optimizer_ops import OptimizerInBackward
+from dynaflow.capture.result_aliasing import TraceMismatch, returns_or_writes, untraceable_views, views_returned
+from dynaflow.capture.serialize import has_example_args
+from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
+from dynaflow.capture.trace_conditions import (
     declares_regions,
+    opaque_features,
     returns_gradients,
-    returns_or_writes,
-    strange_parts,
     takes_nested,
-    untraceable_views,
-    views_returned,
     wants_gradients,
 )
-from dynaflow.capture.optimizer_ops import Updates
-from dynaflow.capture.serialize import is_given
-from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.stats import Stats
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
 from dynaflow.engine.planner import Facts, Planner, rules_of
@@ -90,7 +87,7 @@ class Engine:
     ) -> None:
         _torch.teach_dynamo(TRACED)
         self.name, self.offload = name, (offload_saved, offload_most)
-        self.updates = None if optimizer is None else Updates(optimizer)
+        self.updates = None if optimizer is None else OptimizerInBackward(optimizer)
         self.batch_dims, self.verify, self.parameters = batch_dims, verify, parameters
         self.dynamic_dims = dynamic_dims or {}
         self.stats = Stats()
@@ -133,7 +130,7 @@ class Engine:
             frame = _torch.traced_frame()
             if marks.again not in ((), frame):
                 take_marks_back()  # of a frame whose second trace came to nothing
-            if not (marks.again == frame or is_given(gm)):
+            if not (marks.again == frame or has_example_args(gm)):
                 more = make_batch_dynamic(gm, self.batch_dims, self._requests(), self.parameters, self.dynamic_dims)
                 if more:
                     marks.undo, marks.again = (*marks.undo, *more), frame
@@ -148,9 +145,9 @@ class Engine:
             training = wants_gradients(gm)
             if not training and returns_gradients(gm):
                 return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
-            inline(gm, training=training)
+            inline_subgraphs(gm, training=training)
             keep_bags(gm)
-            if training or strange_parts(gm) is not None:
+            if training or opaque_features(gm) is not None:
                 if left_out and returns_or_writes(gm, left_out):  # AOTAutograd would not know what they are
                     return self._plain(gm, "what a dropout returns that drops nothing is returned or written")
                 return self._traced(gm, example_inputs, training)
@@ -168,7 +165,7 @@ class Engine:
     def _traced(self, gm: fx.GraphModule, example_inputs: list[Any], training: bool) -> Callable[..., Any]:
         """What AOTAutograd makes of a graph: both passes of training, each with plans of its own; or one graph, in
         which the transforms of torch.func are what they come to."""
-        strange = strange_parts(gm)
+        strange = opaque_features(gm)
         if self._clash(gm, strange):
             if strange is not None:
                 return self._plain(gm, f"it has {strange}, and inputs that share memory")
@@ -176,7 +173,7 @@ class Engine:
         if (why := untraceable_views(gm)) is not None:
             return self._plain(gm, why)
         merge_calls = not declares_regions(gm, self._rules_now())
-        passes = Passes(gm, self.parameters, self.batch_dims, *self.offload, self.updates,
+        passes = JointGraph(gm, self.parameters, self.batch_dims, *self.offload, self.updates,
                         training=training, merged_calls=merge_calls)  # fmt: skip
         native = self.operators.mode == "eager"
         ours: list[Exception] = []
@@ -201,13 +198,13 @@ class Engine:
 
         try:
             made = _torch.compile_passes(
-                copied_graph(gm), example_inputs, make, native=native, native_random=native and not training,
+                copy_module(gm), example_inputs, make, native=native, native_random=native and not training,
                 rewrite=self.rewrite, merge_calls=merge_calls,
             )  # fmt: skip
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
             return self._held(made, passes, gm) if training else made
         except Exception as e:
-            if ours and isinstance(ours[0], Mistraced):
+            if ours and isinstance(ours[0], TraceMismatch):
                 return self._plain(gm, str(ours[0]))
             if ours and not isinstance(ours[0], NOT_FAILURES):
                 return self._plain(gm, fall_back(ours[0], self.name))
@@ -241,7 +238,7 @@ class Engine:
         graph with parts that can't be looked at writes is not known yet: it may be all."""
         nodes = gm.graph.find_nodes(op="placeholder")
         given = [_torch.graph_input(node)[2] for node in nodes]
-        found = Sharing().find(given)
+        found = InputAliasing().find(given)
         if not found:
             return False
         returned = views_returned(gm)
@@ -249,13 +246,13 @@ class Engine:
         windows = [o.one for o in found if o.one == o.other and given[o.one].requires_grad]
         if strange is not None or any(nodes[i] in returned for i in windows):
             return True
-        graph = CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims)
+        graph = CapturedGraph(copy_module(gm), self.parameters, self.batch_dims)
         try:
-            return bool(Sharing(written_inputs(graph, probe(graph, ()))).find(given))
+            return bool(InputAliasing(written_inputs(graph, probe(graph, ()))).find(given))
         except (Contradiction, Unschedulable):  # it runs plainly in any case
             return True
 
-    def _held(self, made: Callable[..., Any], passes: Passes, gm: fx.GraphModule) -> Callable[..., Any]:
+    def _held(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
         """What AOTAutograd has made of the passes; what is to run backward holds the engine, since the compiled model
         may be gone by then. `gm`: what runs in forward-mode AD, which AOTAutograd's function knows nothing of."""
         engine_of = weakref.ref(self)
@@ -280,8 +277,8 @@ class Engine:
     ) -> Callable[..., Any]:
         """The passes; but for calls whose inputs share memory that the graph writes, the graph itself: plainly, if some
         of it can't be looked at."""
-        runner = self._run_by(CapturedGraph(copied_graph(gm), self.parameters, self.batch_dims))
-        sharing = Sharing(written)
+        runner = self._run_by(CapturedGraph(copy_module(gm), self.parameters, self.batch_dims))
+        sharing = InputAliasing(written)
 
         def run(*args: Any) -> Any:
             if not sharing.find(list(args)):

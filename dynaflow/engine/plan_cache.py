@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import sympy
 
 from dynaflow.core import validate
-from dynaflow.core.bounded import Bounded
+from dynaflow.core.bounded import BoundedDict
 from dynaflow.core.plan import Plan
-from dynaflow.engine.analyzed_graph import AnalyzedGraph, Spaces
+from dynaflow.engine.analyzed_graph import AnalyzedGraph, BatchAxes
 from dynaflow.errors import ScheduleError
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase, defines
 from dynaflow.schedule.context import ScheduleContext
@@ -25,8 +25,8 @@ MOST = 1024
 """Entries of each table."""
 
 
-def _table() -> Bounded:
-    return Bounded(MOST)
+def _table() -> BoundedDict:
+    return BoundedDict(MOST)
 
 
 class PlanRequest:
@@ -42,9 +42,9 @@ class PlanRequest:
         self._requests: Requests | None = None
 
     @cached_property
-    def batch(self) -> tuple[Spaces, dict[sympy.Symbol, int]]:
+    def batch(self) -> tuple[BatchAxes, dict[sympy.Symbol, int]]:
         """The symbols that stand for the batch, and what all symbols are worth."""
-        return self.graph.spaces(self.args, self.facts)
+        return self.graph.batch_axes(self.args, self.facts)
 
     @cached_property
     def values(self) -> dict[sympy.Symbol, int]:
@@ -62,11 +62,11 @@ class PlanRequest:
         return self.contexts[cache]
 
     def new_context(self, graph: OpGraph) -> ScheduleContext:
-        spaces, values = graph.spaces, self.batch[1]
-        rows = values[next(iter(spaces[0]))] if spaces else 1
+        batch_axes, values = graph.batch_axes, self.batch[1]
+        rows = values[next(iter(batch_axes[0]))] if batch_axes else 1
         return ScheduleContext(
-            graph, batch_size=rows, has_batch=bool(spaces), device=graph.graph.device, facts=self.facts, sizes=values,
-            requests_of=self._requests_of,
+            graph, batch_size=rows, has_batch=bool(batch_axes), device=graph.graph.device, facts=self.facts,
+            sizes=values, requests_of=self._requests_of,
         )  # fmt: skip
 
     def _requests_of(self, tokens: Any) -> Requests | None:
@@ -101,23 +101,23 @@ class PlanCache:
     forgotten: Callable[[], None] | None = None
     """Called when a plan makes room for another."""
     rules: tuple[Any, ...] | None = None
-    graphs: Bounded = field(default_factory=_table)
+    graphs: BoundedDict = field(default_factory=_table)
     """By graph and batch: how the scheduler has it cut."""
-    facts_read: Bounded = field(default_factory=_table)
+    facts_read: BoundedDict = field(default_factory=_table)
     """By graph and sizes: the names of the facts that were read in such calls."""
-    own_keys: Bounded = field(default_factory=_table)
+    own_keys: BoundedDict = field(default_factory=_table)
     """By situation: what the scheduler's `key` said."""
-    plans: Bounded = field(init=False)
+    plans: BoundedDict = field(init=False)
     """By key: the plan, lowered."""
-    patterns: Bounded = field(default_factory=_table)
+    patterns: BoundedDict = field(default_factory=_table)
     """By graph, batch and the scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
-    elastic: Bounded = field(default_factory=_table)
+    elastic: BoundedDict = field(default_factory=_table)
     """By the same: its function, if the scheduler is elastic."""
-    paddings: Bounded = field(default_factory=_table)
+    paddings: BoundedDict = field(default_factory=_table)
     """By graph and batch."""
-    choices: Bounded = field(default_factory=_table)
+    choices: BoundedDict = field(default_factory=_table)
     """By own key or situation: who decides there."""
-    others: Bounded = field(default_factory=_table)
+    others: BoundedDict = field(default_factory=_table)
     """By scheduler: the caches of those that took situations over, or were tried."""
 
     chooses: bool = field(init=False)
@@ -127,7 +127,7 @@ class PlanCache:
 
     def __post_init__(self) -> None:
         scheduler = self.scheduler
-        self.plans = Bounded(MOST, self.forgotten)
+        self.plans = BoundedDict(MOST, self.forgotten)
         self.chooses, self.has_key = defines(scheduler, "choose"), defines(scheduler, "key")
         self.pads = defines(scheduler, "bucket")
         elastic = validate.flag(scheduler.elastic, f"{type(scheduler).__name__}.elastic", ScheduleError)
@@ -178,9 +178,9 @@ class ReadyPlans:
         self.epoch = epoch
         """Of the planner. When it has another one, nothing here holds any more."""
         self._names: dict[tuple[int, ...], tuple[str, ...]] = {}
-        self._plans: dict[tuple[Any, ...], Lowered] = {}
+        self._plans: dict[tuple[Any, ...], Executable] = {}
 
-    def find(self, sizes: tuple[int, ...], facts: Mapping[str, Any]) -> Lowered | None:
+    def find(self, sizes: tuple[int, ...], facts: Mapping[str, Any]) -> Executable | None:
         names = self._names.get(sizes)
         if not names or not facts:
             return self._plans.get((sizes, None))
@@ -190,7 +190,7 @@ class ReadyPlans:
             read.append(fact if type(fact) in PLAIN and name else fact_value(facts, name))
         return self._plans.get((sizes, tuple(read)))
 
-    def remember(self, request: PlanRequest, names: set[str], lowered: Lowered) -> None:
+    def remember(self, request: PlanRequest, names: set[str], lowered: Executable) -> None:
         """`names`: the facts that were read on the way to this plan."""
         if len(self._plans) >= MOST:
             self._plans.clear()

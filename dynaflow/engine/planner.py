@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -23,7 +23,7 @@ from dynaflow.engine.plan_cache import Choice, PlanCache, Planned, PlanRequest, 
 from dynaflow.engine.snapshot import NoRoom, copied
 from dynaflow.engine.trials import Trials
 from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at, shown
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.lower.lower import Lowerer
 from dynaflow.lower.padding import Batch, Padding
 from dynaflow.partition.op_graph import OpGraph
@@ -48,7 +48,7 @@ class PlanReady(BaseException):
     goes on with the graph's results. So to have a call's plan and no results is to leave that code.
     """
 
-    def __init__(self, lowered: Lowered, note: Any, trials: Trials) -> None:
+    def __init__(self, lowered: Executable, note: Any, trials: Trials) -> None:
         self.lowered, self.plan, self.graph = lowered, lowered.plan, lowered.graph
         self.note, self.trials = note, trials
 
@@ -75,6 +75,8 @@ class Planner:
         self.ready_plans: MutableMapping[Any, ReadyPlans] = WeakKeyDictionary()
         """By runner: those of this epoch."""
         self.cache = self._cache_of(scheduler)
+        self.verified: WeakSet[Executable] = WeakSet()
+        """Those whose first run was compared with the plain model's."""
         self.deciding: list[threading.Thread] = []
         self._meetings = Meetings()
         self._forked = False
@@ -124,7 +126,7 @@ class Planner:
             local.plan_only, local.facts = False, before
         return None
 
-    def ready(self, request: PlanRequest, lowered: Lowered) -> PlanReady:
+    def ready(self, request: PlanRequest, lowered: Executable) -> PlanReady:
         """What such a call ends with."""
         choice = self.cache.choices.get(self._choice_key(self.cache, request))
         return PlanReady(lowered, choice and choice.note, self._trials(self.decider(request), request))
@@ -249,7 +251,7 @@ class Planner:
 
     # From a request to a plan
 
-    def find(self, cache: PlanCache, request: PlanRequest) -> Lowered | None:
+    def find(self, cache: PlanCache, request: PlanRequest) -> Executable | None:
         """The plan for this request; None when the graph can't be scheduled at all."""
         found = self._stretched(cache, request) if cache.elastic else None
         if found is None:
@@ -260,26 +262,26 @@ class Planner:
         with self.lock:
             return self._make(cache, request)
 
-    def _stretched(self, cache: PlanCache, request: PlanRequest) -> Lowered | None:
+    def _stretched(self, cache: PlanCache, request: PlanRequest) -> Executable | None:
         """A plan made for another batch, with the cuts of this one."""
         with self.lock:
             graph = self._graph(cache, request)
             if graph is None:
                 return None
-            elastic = cache.elastic.get((request.graph, graph.spaces, self._own_key(cache, request)))
+            elastic = cache.elastic.get((request.graph, graph.batch_axes, self._own_key(cache, request)))
             ctx = request.context(cache, graph)
             if elastic is None or elastic.parts > ctx.max_parts:
                 return None
-            found: Lowered | None = elastic.at(ctx.resized(elastic.plan), request.values)
+            found: Executable | None = elastic.at(ctx.resized(elastic.plan), request.values)
             return found
 
     def padding(self, cache: PlanCache, request: PlanRequest) -> tuple[Padding, Batch] | None:
         """How the batch is to be padded; None if it stays as it is."""
         with self.lock:
             graph = self._graph(cache, request)
-            if graph is None or not graph.spaces:
+            if graph is None or not graph.batch_axes:
                 return None
-            rows = request.batch[1][next(iter(graph.spaces[0]))]
+            rows = request.batch[1][next(iter(graph.batch_axes[0]))]
             padded = _user(cache.scheduler, "bucket", rows)
             if not validate.is_integer(padded) or not rows <= padded <= rows << 20:
                 raise ScheduleError(
@@ -288,15 +290,15 @@ class Planner:
                 )
             if padded == rows:
                 return None
-            place = (request.graph, graph.spaces)
+            place = (request.graph, graph.batch_axes)
             if place not in cache.paddings:
                 cache.paddings[place] = Padding(graph)
             return cache.paddings[place], Batch(request.values, rows, int(padded))
 
-    def _make(self, cache: PlanCache, request: PlanRequest) -> Lowered | None:
+    def _make(self, cache: PlanCache, request: PlanRequest) -> Executable | None:
         key = self._plan_key(cache, request)
         if key in cache.plans:  # another thread made it meanwhile
-            found: Lowered = cache.plans[key]
+            found: Executable = cache.plans[key]
             return found
         made = self._plan(cache, request)
         if made is None:
@@ -313,9 +315,9 @@ class Planner:
         cache.plans[self._plan_key(cache, request)] = lowered
         return lowered
 
-    def _elastic(self, cache: PlanCache, request: PlanRequest, made: Planned) -> Lowered | None:
+    def _elastic(self, cache: PlanCache, request: PlanRequest, made: Planned) -> Executable | None:
         """A function that serves other sizes under the scheduler's key as well; None if there is none."""
-        place = (request.graph, made.graph.spaces, self._own_key(cache, request))
+        place = (request.graph, made.graph.batch_axes, self._own_key(cache, request))
         if place not in cache.patterns or place in cache.elastic:
             return None
         plan, values = made.plan, request.values
@@ -325,7 +327,7 @@ class Planner:
         if elastic is None:
             return None
         cache.elastic[place] = elastic
-        found: Lowered | None = elastic.at(plan, values)
+        found: Executable | None = elastic.at(plan, values)
         return found
 
     def _plan(self, cache: PlanCache, request: PlanRequest) -> Planned | None:
@@ -337,7 +339,7 @@ class Planner:
         start = time.perf_counter()
         stored = loaded = place = None
         if cache.has_key:
-            place = (request.graph, graph.spaces, self._own_key(cache, request))
+            place = (request.graph, graph.batch_axes, self._own_key(cache, request))
         pattern = cache.patterns.get(place)
         if pattern is not None and len(pattern[0].micro_batches) <= ctx.max_parts:
             plan, functions = ctx.resized(pattern[0]), pattern[1]
@@ -392,19 +394,19 @@ class Planner:
         analyzed = request.graph
         if analyzed.plain:
             return None
-        spaces = request.batch[0]
-        place = (analyzed, spaces)
+        batch_axes = request.batch[0]
+        place = (analyzed, batch_axes)
         if place not in cache.graphs:
             start = time.perf_counter()
             if cache.rules is None:
                 cache.rules = rules_of(cache.scheduler)
-            found = analyzed.probe(spaces)
+            found = analyzed.probe(batch_axes)
             if found is None:
                 self.stats.plain_graphs += 1
                 self.stats.plain_reasons.append(analyzed.plain or "")
                 return None
             complete = not self.stats.graph_breaks and analyzed.graph.phase != "backward"
-            cut = (spaces, cache.rules, complete)
+            cut = (batch_axes, cache.rules, complete)
             if cut not in analyzed.partitions:  # of other schedulers, which cut the same way
                 analyzed.partitions[cut] = partition(analyzed.graph, found, cache.rules, complete=complete)
                 self.stats.partitions += 1
@@ -413,10 +415,10 @@ class Planner:
         graph: OpGraph = cache.graphs[place]
         return graph
 
-    def marked(self, lowered: Lowered, row: bool = False) -> Lowered:
+    def marked(self, lowered: Executable, row: bool = False) -> Executable:
         """The same plan for a recording; with `row`, its calls one after the other."""
-        if row in lowered.with_marks:  # the lock may be held for long, by a tuner that compiles
-            return lowered.with_marks[row]
+        if (known := lowered.known_marked(row)) is not None:  # a tuner that compiles may hold the lock for long
+            return known
         with self.lock:
             return lowered.marked(row)
 

@@ -9,14 +9,14 @@ from typing import Any
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.input_aliasing import Overlap, Sharing, written_inputs
+from dynaflow.capture.batch_analysis.input_aliasing import InputAliasing, Overlap, written_inputs
 from dynaflow.engine import recorder
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
 from dynaflow.engine.plan_cache import PlanCache, PlanRequest, ReadyPlans
 from dynaflow.engine.planner import Planner
 from dynaflow.engine.verify import verified_run
 from dynaflow.errors import NOT_FAILURES, DynaFlowError, PlanError, fall_back
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.runtime.cuda_lanes import capturing
 
 
@@ -28,14 +28,14 @@ class GraphRunner:
         self._planner, self._owner, self._verify = weakref.ref(planner), owner, verify
         self.graph = graph
         captured = graph.graph
-        self._sharing = Sharing() if captured.phase == "inference" else None
+        self._sharing = InputAliasing() if captured.phase == "inference" else None
         """Looks at inputs that share memory; None if the graph writes none. AOTAutograd's passes are looked at
         together, elsewhere."""
         self._others: dict[tuple[tuple[int, int], ...] | None, GraphRunner] = {}
         """For calls whose inputs share memory: by the positions of those in step, or None where some are not."""
         self._ready: Callable[[], ReadyPlans | None] = type(None)
         """Belong to the planner: this lives as long as Dynamo's code of the model, which may outlive the plans."""
-        self._changes_arguments = bool(captured.shards or captured.numbers.positions)
+        self._changes_arguments = bool(captured.shards or captured.host_scalars.positions)
 
     def __call__(self, *args: Any) -> Any:
         return self.boxed(list(args))
@@ -56,7 +56,7 @@ class GraphRunner:
                 stats.sequential_runs += lowered.sequential
                 stats.joined_bytes = lowered.joined_bytes
                 try:
-                    return lowered.run(args)
+                    return lowered.entry.call(args)
                 except Exception as e:
                     lowered.explain(e)
                     raise
@@ -71,7 +71,7 @@ class GraphRunner:
         captured = self.graph.graph
         for i in captured.shards:
             args[i] = _torch.shard_of(args[i])
-        numbers = captured.numbers
+        numbers = captured.host_scalars
         if not numbers.positions:
             return self._results(planner, args)
         made = numbers.made(args)
@@ -114,10 +114,10 @@ class GraphRunner:
         stats.runs += 1
         stats.sequential_runs += lowered.sequential
         stats.joined_bytes = lowered.joined_bytes
-        if self._verify and not lowered.verified:
+        if self._verify and lowered not in planner.verified:
             captured, sizes = self.graph.graph, request.values
             result = verified_run(lowered, args, lambda: planner.lowerer.whole(captured, sizes))
-            lowered.verified = True
+            planner.verified.add(lowered)
             stats.verified += 1
             if active is not None:
                 active.missed("it was compared with the plain model")
@@ -132,7 +132,7 @@ class GraphRunner:
             return lowered(args)
         return active.run(marked, args, planner)
 
-    def _remember(self, planner: Planner, request: PlanRequest, epoch: object, lowered: Lowered) -> None:
+    def _remember(self, planner: Planner, request: PlanRequest, epoch: object, lowered: Executable) -> None:
         """From now on such calls find it at once."""
         self._sharing = self._known_sharing()
         plans = self._ready()
@@ -149,18 +149,18 @@ class GraphRunner:
             return self
         if sharing.written is None:
             with planner.lock:
-                if self.graph.probe(self.graph.spaces(args, planner.facts())[0]) is None:
+                if self.graph.probe(self.graph.batch_axes(args, planner.facts())[0]) is None:
                     self.run_plainly(self.graph.plain or "")
             return self.for_memory_of(args, planner)
         captured = self.graph.graph
         clash, pairs = self._clash(found, args, planner), tuple((overlap.one, overlap.other) for overlap in found)
         with planner.lock:
             if (key := None if clash else pairs) not in self._others:
-                graph = AnalyzedGraph(captured.sharing(pairs))
+                graph = AnalyzedGraph(captured.with_aliased_inputs(pairs))
                 other = self._others[key] = GraphRunner(planner, graph, self._verify, self._owner)
                 other._sharing = None
                 if clash:
-                    other.run_plainly(clash.told([given.name for given in captured.inputs]))
+                    other.run_plainly(clash.describe([given.name for given in captured.inputs]))
             return self._others[key]
 
     def _clash(self, found: tuple[Overlap, ...], args: Sequence[Any], planner: Planner) -> Overlap | None:
@@ -169,17 +169,17 @@ class GraphRunner:
         if captured.grad:  # autograd sees that a slice was written by the version of all of it
             return found[0]
         with planner.lock:
-            spaces, values = self.graph.spaces(args, planner.facts())
-            probe = self.graph.probe(spaces)
+            batch_axes, values = self.graph.batch_axes(args, planner.facts())
+            probe = self.graph.probe(batch_axes)
         return next((o for o in found if probe is None or not o.in_step(captured, probe, values)), None)
 
-    def _known_sharing(self) -> Sharing | None:
+    def _known_sharing(self) -> InputAliasing | None:
         """What looks at the arguments; None once it is known that the graph writes none of them."""
         if self._sharing is not None and self._sharing.written is None:
             known = self.graph.known_probe
             if self.graph.plain or known is not None:
                 written = written_inputs(self.graph.graph, known) if known is not None else frozenset()
-                self._sharing = Sharing(written) if written else None
+                self._sharing = InputAliasing(written) if written else None
         return self._sharing
 
     def run_plainly(self, why: str) -> None:

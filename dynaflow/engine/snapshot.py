@@ -34,7 +34,7 @@ class Snapshot:
     def __init__(self, graph: OpGraph, args: Sequence[Any]) -> None:
         if any(UPDATE in op.tags for op in graph.ops):
             raise NoRoom("the steps of an optimizer can't be taken back, so nothing is measured")
-        if keeps := next((op.name for op in graph.ops if op.keeps), None):
+        if keeps := next((op.name for op in graph.ops if op.has_hidden_state), None):
             raise NoRoom(f"the state that {keeps} keeps can't be put back, so nothing is measured")
         written = {v.input for v in graph.values if v.input is not None and v.storage in graph.written}
         inputs = [args[i] for i in sorted(written)]

@@ -8,12 +8,12 @@ from typing import Any
 from dynaflow.core.plan import Plan
 from dynaflow.core.stats import Stats
 from dynaflow.engine.plan_cache import PlanCache, Planned, PlanRequest
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.lower.lower import Lowerer, OnTask
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 
 Plans = Callable[[PlanCache, PlanRequest], Planned | None]
-Makes = Callable[[PlanCache, PlanRequest], Lowered | None]
+Makes = Callable[[PlanCache, PlanRequest], Executable | None]
 
 
 class Trials:
@@ -44,14 +44,14 @@ class Trials:
             self._planned[scheduler] = made
         return self._planned[scheduler]
 
-    def lowered(self, scheduler: OpSchedulerBase) -> Lowered:
+    def lowered(self, scheduler: OpSchedulerBase) -> Executable:
         """The plan, compiled: call it with a list of `args`."""
         with self._lock:
             made = self._makes(self._of(scheduler), self.request)
         assert made is not None
         return made
 
-    def watched(self, planned: Planned, plan: Plan, on_task: OnTask) -> Lowered:
+    def watched(self, planned: Planned, plan: Plan, on_task: OnTask) -> Executable:
         """Another plan for the same graph, each task by itself, with a function that is called around it."""
         lowerer = Lowerer(self._lowerer.operators, on_task, Stats())
         sizes = {**self.request.graph.graph.hints, **planned.values}

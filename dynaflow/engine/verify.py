@@ -12,20 +12,20 @@ from dynaflow import _torch
 from dynaflow._torch import Boxed
 from dynaflow.capture.batch_analysis.aten_calls import RNG
 from dynaflow.errors import VerifyError
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.partition.op_graph import Op, OpGraph
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest difference allowed, relative to the largest magnitude: kernels for other shapes add in other orders."""
 
 
-def verified_run(lowered: Lowered, args: Sequence[Any], whole: Callable[[], Boxed]) -> Any:
+def verified_run(lowered: Executable, args: Sequence[Any], whole: Callable[[], Boxed]) -> Any:
     """Runs the plan and returns its results; raises VerifyError if the plain model gives others.
 
     `whole` makes what runs the uncut graph as the operators are run: compiled code draws other random numbers than
     torch itself, so it stands for a plain model that draws any.
     """
-    if keeps := next((op for op in lowered.graph.ops if op.keeps), None):
+    if keeps := next((op for op in lowered.graph.ops if op.has_hidden_state), None):
         raise VerifyError(
             f"{keeps.name} keeps a state, from which a second run goes on: it can't be compared with the plain model",
             op=keeps.name,
@@ -79,7 +79,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor
 
 
-def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> VerifyError:
+def _explain(lowered: Executable, args: Sequence[Any], what: str, problem: str) -> VerifyError:
     """Finds the first operator whose result differs, by running the operators one after the other."""
     advice = "if one of its rules says splittable=True, or a replace_func stands for it, that is the first suspect"
     if lowered.all_values is not None:
@@ -101,7 +101,7 @@ def _explain(lowered: Lowered, args: Sequence[Any], what: str, problem: str) -> 
 
 def _draws(op: Op) -> bool:
     """Random numbers: from the generator, or again from a seed that it gave before."""
-    return any(storage == RNG for storage, _ in op.touches) or _torch.draws_again(op.module)
+    return any(storage == RNG for storage, _ in op.accesses) or _torch.draws_again(op.module)
 
 
 def _plain_values(graph: OpGraph, args: Sequence[Any], given: Mapping[int, Any]) -> dict[int, Any]:

@@ -1,12 +1,12 @@
-"""Memory for static caches that stays where it is from one call of `generate` to the next.
+"""Memory for static caches that stays at the same address from one call of `generate` to the next.
 
-`generate` makes a cache for each call and lets go of it at the end. A CUDA graph knows its inputs by address: if each
-cache lay elsewhere, decoding would be captured anew in each call. So caches get memory that is kept: each tensor of a
-cache is laid at the start of a block of its own, which is as large as the largest call needed. Then the cache of a
-smaller batch, or of a shorter one, lies at the same addresses each time too.
+`generate` makes a cache for each call and frees it at the end. A CUDA graph knows its inputs by address: if each cache
+had other addresses, decoding would be captured again in each call. So caches get memory from a pool: each tensor of a
+cache lies at the start of a block of its own, which is as large as the largest call needed. A smaller batch, or a
+shorter one, then has the same addresses as well.
 
-A cache has its memory for as long as anybody holds the cache or a tensor of it: one that `generate` returned, one of
-another call that is still running. Who comes meanwhile gets other memory.
+A cache has its memory for as long as the cache or one of its tensors is referenced: it may have been returned by
+`generate`, or belong to another call that is still running. Until then other calls get other memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 
 from dynaflow import _torch
 from dynaflow.core import forks
+from dynaflow.integrations.hooks import replace
 
-KEPT = 2
-"""Caches whose memory is kept, if as many are in use at once: two threads that generate, or one that holds a result."""
+POOL_SIZE = 2
+"""Caches whose memory stays in the pool: two threads may generate, or one may still hold a result."""
 
 
-class Layer(NamedTuple):
-    """A layer of a static cache that has no memory yet, and what its keys and values are like: tensors of no tokens."""
+class NewLayer(NamedTuple):
+    """A layer of a static cache without memory, and empty tensors with the shapes of its keys and values."""
 
     layer: Any
     keys: torch.Tensor
@@ -34,18 +35,18 @@ class Layer(NamedTuple):
 
 
 class CacheMemory:
-    """Lends memory to caches, and takes it back when nobody holds it any more."""
+    """A pool of cache memory. A block is free again when no cache and no tensor refers to it."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
-        self._kept: list[_Blocks] = []
-        """In the order of their use."""
+        self._pool: list[_Blocks] = []
+        """In the order of their last use."""
         self._made = 0
 
-    def fill(self, cache: Any, layers: Sequence[Layer], made: int) -> None:
-        """Gives the cache's layers their memory, zeroed: that of an earlier cache, if it is free.
+    def fill(self, cache: Any, layers: Sequence[NewLayer], made: int) -> None:
+        """Gives the cache's layers zeroed memory: that of an earlier cache, if it is free.
 
-        `made`: how much was captured and planned so far, which leaves garbage that holds the tensors it was made for.
+        `made`: the number of captures and plans so far. Each leaves garbage that refers to the tensors it was made for.
         """
         known = []
         for one in layers:
@@ -55,37 +56,37 @@ class CacheMemory:
                 one.layer.lazy_initialization(one.keys, one.values)
         if known:
             self._lend(known, made)
-            cache.reorder_cache = functools.partial(_reorder, cache.layers)
+            replace(cache, "reorder_cache", functools.partial(_reorder, cache.layers))
 
-    def _lend(self, layers: Sequence[Layer], made: int) -> None:
+    def _lend(self, layers: Sequence[NewLayer], made: int) -> None:
         wanted = [shape for one in layers for shape in _shapes(one)]
         with self._lock, torch.inference_mode(False), torch.no_grad():
             blocks = self._free(wanted)
-            if blocks is None and self._kept and made > self._made:
+            if blocks is None and self._pool and made > self._made:
                 gc.collect()
                 blocks = self._free(wanted)
             self._made = made
             blocks = blocks or _Blocks()
-            self._kept = [*(b for b in self._kept if b is not blocks), blocks][-KEPT:]  # who holds another one keeps it
+            self._pool = [*(b for b in self._pool if b is not blocks), blocks][-POOL_SIZE:]
             tensors = blocks.tensors(wanted)
         for n, one in enumerate(layers):
-            _settle(one, *tensors[3 * n : 3 * n + 3])
+            _initialize(one, *tensors[3 * n : 3 * n + 3])
 
     def _free(self, wanted: list[_Shape]) -> _Blocks | None:
-        """Of those that nobody holds, the one that was used for the same last; or used last at all."""
-        free = [blocks for blocks in self._kept if blocks.free]
-        return max(free, key=lambda blocks: (blocks.last == wanted, self._kept.index(blocks)), default=None)
+        """Returns the free blocks that were last used for the same shapes, or else those that were used last."""
+        free = [blocks for blocks in self._pool if blocks.free]
+        return max(free, key=lambda blocks: (blocks.last == wanted, self._pool.index(blocks)), default=None)
 
     def clear(self) -> None:
-        """Lets go of all; caches that somebody holds keep theirs."""
+        """Frees all memory that is not in use; caches that are in use keep theirs."""
         with self._lock:
-            self._kept = []
+            self._pool = []
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
-        """The memory that is kept, of all caches."""
+        """Of all blocks."""
         with self._lock:
-            return [storage for blocks in self._kept for storage in blocks.storages]
+            return [storage for blocks in self._pool for storage in blocks.storages]
 
     @property
     def nbytes(self) -> int:
@@ -103,12 +104,12 @@ class _Shape(NamedTuple):
 
 
 class _Blocks:
-    """The memory of one cache: a storage for each of its tensors, so that no two of them share one."""
+    """The memory of one cache: a storage for each of its tensors."""
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
         self.last: list[_Shape] = []
-        """What it was used for."""
+        """The shapes of the last use."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -116,14 +117,14 @@ class _Blocks:
         return all(_torch.storage_users(storage) == 1 for storage in self.storages)
 
     def tensors(self, shapes: list[_Shape]) -> list[torch.Tensor]:
-        """One for each shape, at the start of its block, zeroed: what an earlier call left might be no number."""
+        """Returns a zeroed tensor for each shape, at the start of its block: an earlier call may have left NaNs."""
         self.storages = self.storages[: len(shapes)]
         for n, shape in enumerate(shapes):
             if n == len(self.storages):
                 self.storages.append(_storage(shape))
             elif self.storages[n].device != shape.device or self.storages[n].nbytes() < shape.nbytes:
                 self._await()
-                self.storages[n] = torch.UntypedStorage(0)  # lets go of the old one first
+                self.storages[n] = torch.UntypedStorage(0)  # frees the old one first
                 self.storages[n] = _storage(shape)
         self._follow({shape.device for shape in shapes})
         self.last = shapes
@@ -133,16 +134,16 @@ class _Blocks:
             )
             for shape, storage in zip(shapes, self.storages, strict=True)
         ]
-        torch._foreach_zero_(made)
+        _torch.foreach_zero(made)
         return made
 
     def _await(self) -> None:
-        """Until the last call is done with the memory: the allocator knows only the stream that it was made on."""
+        """Waits until the last call is done with the memory: the allocator knows only the stream it was made on."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def _follow(self, devices: set[torch.device]) -> None:
-        """What this call does to the memory comes after what the last one did, which may have used another stream."""
+        """Orders this call after the last one that used the memory, possibly on another stream."""
         for device in devices:
             if device.type == "cuda":
                 now, last = torch.cuda.current_stream(device), self._streams.get(device)
@@ -152,7 +153,7 @@ class _Blocks:
 
 
 def _is_known(layer: Any) -> bool:
-    """Whether the layer has keys, values and a length, and nothing else that it would make beside them."""
+    """Whether the layer allocates keys, values and a length, and nothing else."""
     from transformers.cache_utils import StaticLayer
 
     return type(layer).lazy_initialization is StaticLayer.lazy_initialization
@@ -162,8 +163,8 @@ def _storage(shape: _Shape) -> torch.UntypedStorage:
     return torch.empty(shape.nbytes, dtype=torch.uint8, device=shape.device).untyped_storage()
 
 
-def _shapes(one: Layer) -> tuple[_Shape, _Shape, _Shape]:
-    """Of a layer's keys, values and length."""
+def _shapes(one: NewLayer) -> tuple[_Shape, _Shape, _Shape]:
+    """Returns the shapes of a layer's keys, values and length."""
     keys, values = (
         _Shape((*like.shape[:2], one.layer.max_cache_len, like.size(3)), like.dtype, like.device)
         for like in (one.keys, one.values)
@@ -171,8 +172,8 @@ def _shapes(one: Layer) -> tuple[_Shape, _Shape, _Shape]:
     return keys, values, _Shape((), one.layer.cumulative_length.dtype, keys.device)
 
 
-def _settle(one: Layer, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor) -> None:
-    """As the layer's lazy_initialization does, but with tensors that are there."""
+def _initialize(one: NewLayer, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor) -> None:
+    """Does what the layer's lazy_initialization does, with given tensors."""
     layer, longest = one.layer, one.layer.max_cache_len
     layer.max_cache_len, layer.cumulative_length = 0, length
     try:
@@ -181,11 +182,11 @@ def _settle(one: Layer, keys: torch.Tensor, values: torch.Tensor, length: torch.
         layer.max_cache_len = longest
     layer.keys, layer.values = keys, values
     for tensor in (keys, values, length):
-        torch._dynamo.mark_static_address(tensor)
+        _torch.mark_static(tensor)
 
 
 def _reorder(layers: Sequence[Any], beams: torch.Tensor) -> None:
-    """A cache's reorder_cache, for beams. The layers' own puts new tensors in the place of those that must stay."""
+    """A cache's reorder_cache, for beam search. The layers' own replaces tensors whose addresses must stay."""
     for layer in layers:
         before = {name: getattr(layer, name, None) for name in ("keys", "values")}
         layer.reorder_cache(beams)

@@ -1,8 +1,9 @@
-"""vLLM under a schedule, as a plugin: no fork, no patch, no edited model.
+"""vLLM under a schedule, as a plugin: no fork, no edited file. `HOOKS` lists the functions of vLLM that are wrapped.
 
 `LLM(..., additional_config={"dynaflow": {"scheduler": "auto"}})`, or `DYNAFLOW_SCHEDULER=auto vllm serve ...`. Without
-either, vLLM is untouched. With it, vLLM hands us the `Graph` of the whole forward pass. Operators that ask
-vLLM's forward context for their layer's metadata are then told their rows; so a micro-batch finds its own metadata.
+either, the wrapped functions do what they did before. With it, vLLM passes the graph of the whole forward pass to
+`Graph`. Operators that look up their layer's metadata in vLLM's forward context become row-aware, so that a micro-batch
+finds its own metadata.
 """
 
 from __future__ import annotations
@@ -18,37 +19,35 @@ from torch import fx
 
 from dynaflow import _torch, api
 from dynaflow.capture.collectives import ANY
-from dynaflow.capture.op_registry import by_rows, collective, left_alone
+from dynaflow.capture.op_registry import by_rows, collective, opaque_ops
 from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
-from dynaflow.integrations.vllm_batches import PARTS, Blocks, Step, remember_builds
+from dynaflow.integrations.hooks import Hook, Hooks
+from dynaflow.integrations.vllm_batches import PARTS, CacheBlocks, Step, record_builds
 from dynaflow.options import check_options, defaults, scheduler_of
-from dynaflow.serving.host import TOLD, Hosted, Kept, Source, tell_rows, wrap
+from dynaflow.serving.host import ROW_AWARE, BatchInput, HostedGraph, SerializableGraph, inject_row_ranges
 from dynaflow.serving.scheduler import Serving, serving
 
-VERSIONS = ("0.26", "0.32")  # the first was measured on CUDA, the second is tested on CPU
+VERSIONS = ("0.26", "0.32")
+"""The first was measured on CUDA, the second is tested on CPU."""
 BACKEND = f"{__name__}.Graph"
 OPTIONS = ("scheduler", "scheduler_options", "operators", "verify", "check", "cudagraph")
-"""Of those of `df.compile`: vLLM itself says what the others would."""
-_within = lambda start, stop: Step.now.entered(start, stop)  # noqa: E731
+"""The options of `df.compile` that apply here; vLLM itself determines what the others would say."""
+_within = lambda start, stop: Step.now.within(start, stop)  # noqa: E731
 
 
-@functools.cache
 def plugin() -> None:
-    """What vLLM calls in each of its processes, before it reads its configuration."""
-    from vllm.config import CompilationConfig, VllmConfig
-    from vllm.v1.worker.utils import AttentionGroup
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    """vLLM calls it in each of its processes, before it reads its configuration."""
+    HOOKS.apply()
 
-    wrap(VllmConfig, "__post_init__", _configure)
-    wrap(CompilationConfig, "init_backend", _with_options)
-    wrap(CompilationConfig, "is_attention_compiled_piecewise", lambda usual, c: c.backend == BACKEND or usual(c))
-    wrap(AttentionGroup, "create_metadata_builders", with_builders)
-    wrap(WorkerWrapperBase, "initialize_from_config", with_blocks)
+
+def unplug() -> None:
+    """Restores all functions of vLLM."""
+    HOOKS.restore()
 
 
 def options_of(config: Any) -> dict[str, Any] | None:
-    """What the user asks of us; None: nothing. Operators are compiled where vLLM compiles its own: on CUDA."""
+    """The user's options for dynaflow; None if there are none. Operators are compiled where vLLM compiles: on CUDA."""
     from vllm.platforms import current_platform
 
     asked = config.additional_config if isinstance(config.additional_config, Mapping) else {}
@@ -58,17 +57,17 @@ def options_of(config: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(given, Mapping):
         raise DynaFlowError(
-            f"additional_config says {given!r} for dynaflow, which is no option with its name",
-            advice=f"say {json.dumps({'dynaflow': {'scheduler': given if isinstance(given, str) else 'nanoflow'}})}",
+            f"additional_config has {given!r} for dynaflow, which is not a mapping of options",
+            advice=f"pass {json.dumps({'dynaflow': {'scheduler': given if isinstance(given, str) else 'nanoflow'}})}",
         )
     operators = "inductor" if current_platform.is_cuda_alike() else "eager"
     return {"operators": operators, **given}
 
 
 def _configure(post_init: Callable[..., None], config: Any) -> None:
-    """Has vLLM hand us its graph, if the user wants us; if it can't, vLLM runs as it is, and says why."""
+    """Selects our backend if the user has set options for it and vLLM supports it; otherwise logs why not."""
     if (options := options_of(config)) is not None:
-        check_options(options)  # now: what is misspelled is no reason to go on without it
+        check_options(options)  # now: a misspelled option is an error
         for name in options:
             if name not in OPTIONS:
                 raise DynaFlowError(f"option {name!r} is not for vLLM", advice=f"the options are {', '.join(OPTIONS)}")
@@ -84,6 +83,7 @@ def _stay_out(why: str) -> None:
 
 
 def _refusal(config: Any) -> str:
+    """Why this configuration is not supported; "" if it is."""
     import vllm
 
     compilation, model = config.compilation_config, config.model_config
@@ -93,7 +93,7 @@ def _refusal(config: Any) -> str:
         return "enforce_eager=True turns off the compilation that hands us the model's graph; leave it out"
     if compilation.backend not in ("", None, "inductor", BACKEND) or compilation.mode not in (None, 2, 3):
         return f"compilation_config has backend {compilation.backend!r} and mode {compilation.mode}; leave both out"
-    # Parts of a batch may not find, or leave, what they should.
+    # With these, parts of a batch might not find, or not leave, the state that they should.
     untried = {"a KV connector": config.kv_transfer_config, "LoRA": config.lora_config}
     untried["DeepEP's kernels for throughput"] = config.parallel_config.all2all_backend == "deepep_high_throughput"
     if model is not None:
@@ -103,16 +103,17 @@ def _refusal(config: Any) -> str:
 
 
 def take_over(config: Any, operators: str, post_init: Callable[..., None]) -> None:
+    """Makes vLLM compile the whole forward pass once, with our backend."""
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.platforms import current_platform
 
     compilation = config.compilation_config
     graphs, compilation.mode = compilation.cudagraph_mode, CompilationMode.DYNAMO_TRACE_ONCE
-    # A graph keeps the cuts that it was captured with: these fit all batches of a size only if they are of answers, a
-    # token each. Others are captured by pieces, in sequence; vLLM takes it that only its own compiler can do that.
+    # A CUDA graph keeps the cuts that it was captured with. They fit all batches of a size only in decoding, one token
+    # a request. Other batches are captured piecewise, in sequence; vLLM assumes that only its own compiler can do that.
     if mixed := current_platform.is_cuda_alike() and (graphs is None or graphs.mixed_mode() != CUDAGraphMode.NONE):
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    # By the backend's name vLLM decides whether layers are written out for a compiler, or call kernels of its own.
+    # vLLM decides by the backend's name whether layers are written out for a compiler or call its own kernels.
     compilation.backend = "inductor" if operators == "inductor" else BACKEND
     post_init(config)
     if compilation.mode != CompilationMode.DYNAMO_TRACE_ONCE:
@@ -124,41 +125,91 @@ def take_over(config: Any, operators: str, post_init: Callable[..., None]) -> No
 
 
 def _with_options(init_backend: Callable[..., Any], compilation: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives our backend vLLM's configuration."""
     found = init_backend(compilation, config, *args, **kwargs)
     return (lambda gm, _: Graph.captured(gm, config)) if found is Graph else found
 
 
+def _is_piecewise(usual: Callable[..., bool], compilation: Any) -> bool:
+    return compilation.backend == BACKEND or usual(compilation)
+
+
 def with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Micro-batches have builders of metadata of their own, beside vLLM's."""
+    """Adds a metadata builder for each micro-batch."""
     if vllm_config.compilation_config.backend != BACKEND:
         return create(group, vllm_config, *args, **kwargs)
     kwargs["num_metadata_builders"] = max(1 + PARTS, kwargs.get("num_metadata_builders", 1))
     create(group, vllm_config, *args, **kwargs)
-    remember_builds(group)
+    record_builds(group, HOOKS.wrap)
 
 
 def with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
-    """Steps are judged before they run, where requests may share what they have in the cache."""
+    """Checks each step for requests that share cache blocks, where prefix caching is on."""
     initialize(wrapper, *args, **kwargs)
     config, runner = wrapper.vllm_config, wrapper.worker.model_runner
     if config.compilation_config.backend == BACKEND:
-        Step.entangled = ""
+        Step.hazard = ""
         if config.cache_config.enable_prefix_caching:
             ranks, groups = config.parallel_config.decode_context_parallel_size, runner.kv_cache_config.kv_cache_groups
-            Blocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner)
-        wrap(wrapper.worker, "compile_or_warm_up_model", functools.partial(_with_warning, config))
+            CacheBlocks([group.kv_cache_spec.block_size * ranks for group in groups]).watch(runner, HOOKS.wrap)
+        HOOKS.wrap(wrapper.worker, "compile_or_warm_up_model", functools.partial(_with_warning, config))
 
 
 def _with_warning(config: Any, warm_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Says so if the model has run, and no graph of it has come to us."""
+    """Warns if the model has run, and vLLM has passed us no graph of it."""
     result = warm_up(*args, **kwargs)
-    if Step.told.isdisjoint(config.compilation_config.static_forward_context):
+    if Step.row_aware.isdisjoint(config.compilation_config.static_forward_context):
         _stay_out("it does not compile this model, or no operator of the graph asks for a layer's metadata")
     return result
 
 
-class Graph(Kept):
-    """The graph of vLLM's forward pass, which vLLM keeps on disk."""
+HOOKS = Hooks(
+    VERSIONS,
+    (
+        Hook(
+            target="vllm.config:VllmConfig.__post_init__",
+            function=_configure,
+            why="selects our backend if the user has set options for it",
+        ),
+        Hook(
+            target="vllm.config:CompilationConfig.init_backend",
+            function=_with_options,
+            why="gives our backend vLLM's configuration",
+        ),
+        Hook(
+            target="vllm.config:CompilationConfig.is_attention_compiled_piecewise",
+            function=_is_piecewise,
+            why="our backend can be captured piecewise, as vLLM's own",
+        ),
+        Hook(
+            target="vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
+            function=with_builders,
+            why="adds a metadata builder for each micro-batch",
+        ),
+        Hook(
+            target="vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config",
+            function=with_blocks,
+            why="hooks each worker, below",
+        ),
+        Hook(
+            target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+            why="on each runner with prefix caching: sets Step.hazard before a step (CacheBlocks.watch)",
+        ),
+        Hook(
+            target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+            why="on each worker: warns if vLLM has passed us no graph (_with_warning)",
+        ),
+        Hook(
+            target="vllm.v1.attention.backend:AttentionMetadataBuilder.build",
+            why="on vLLM's builder of each group, with build_for_cudagraph_capture and update_block_table: metadata"
+            " remember how they were built (record_builds)",
+        ),
+    ),
+)
+
+
+class Graph(SerializableGraph):
+    """The graph of vLLM's forward pass, which vLLM stores on disk."""
 
     def scheduled(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from vllm.utils.torch_utils import LayerName
@@ -170,32 +221,38 @@ class Graph(Kept):
         collective("_C::shm_all_gather", group="handle", dim=0, named=torch_group)
         given, compilation = {"operators": "eager", **(options_of(self.host) or {})}, self.host.compilation_config
         scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
-        asked = Asked(compilation.static_forward_context)
-        source = tell_rows(gm, inputs, asked, _within, opaque=LayerName)
-        rows: dict[str, Any] = {"facts": {"whole": True}}  # nobody knows what they are
+        layers = RowAwareLayers(compilation.static_forward_context)
+        source = inject_row_ranges(gm, inputs, layers, _within, opaque=LayerName)
+        rows: dict[str, Any] = {"facts": {"whole": True}}  # its rows are not known
         if source is not None:
-            asked.declare()
-            left_alone(f"{TOLD}::moe_forward*", capturable=True)  # experts know nothing of requests
+            layers.declare()
+            opaque_ops(f"{ROW_AWARE}::moe_forward*", capturable=True)  # experts don't depend on requests
             rows = {"facts": lambda: Step.now.facts, "batch_dims": source.dims if any(source.dims.values()) else None}
         engine = api.new_engine(None, {**given, **rows, "scheduler": scheduler})
-        # For passes of its own vLLM asks for the older way to call what writes its arguments, which copies views.
+        # vLLM's own passes need the older form of auto-functionalized calls, which copies views.
         engine.operators.settings = compilation.inductor_compile_config | {"enable_auto_functionalized_v2": True}
         if compilation.cudagraph_mode.has_piecewise_cudagraphs():
             engine.operators.captured = functools.partial(captured_pieces, self.host)
         run = engine.backend(gm, inputs)
-        return run if source is None else Forward(run, source, engine, asked.why_whole)
+        return run if source is None else Forward(run, source, engine, layers.why_whole)
+
+    @classmethod
+    def folder(cls) -> Path | None:
+        from vllm import envs
+
+        return Path(envs.VLLM_CACHE_ROOT)
 
 
-class Asked:
-    """The operators of a graph that ask vLLM's forward context for a layer, found by the names that they are given."""
+class RowAwareLayers:
+    """Finds the operators of a graph that look up a layer in vLLM's forward context, by the layer names they get."""
 
     _states: ClassVar[dict[str, set[str]]] = {}
-    """Operator -> the arguments by which it names layers that keep something of requests, in any graph."""
+    """Operator -> the arguments that name layers with state of requests, in any graph."""
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self.layers = layers
         self.why_whole = ""
-        """Why the graph's batches can't be cut, if they can't."""
+        """Why the graph's batches can't be split; "" if they can."""
         self._named: set[str] = set()
 
     def __call__(self, op: _torch.OpOverload, given: Mapping[str, Any]) -> bool:
@@ -207,29 +264,26 @@ class Asked:
         named = {argument: name for argument, name in names.items() if isinstance(name, str) and name in self.layers}
         if not named and "layer_name" not in given:
             return False
-        if not named:  # vLLM may count the calls to tell the layer
+        if not named:  # vLLM may identify the layer by counting the calls
             self.why_whole = f"{op} asks for a layer that is not known by name: {names['layer_name']!r}"
         states = {argument for argument, name in named.items() if isinstance(self.layers[name], AttentionLayerBase)}
-        self._states.setdefault(op._opname, set()).update(states)
+        self._states.setdefault(_torch.op_name(op), set()).update(states)
         self._named.update(named.values())
         return True
 
     def declare(self) -> None:
-        """What a layer keeps of requests, whatever it is, is read and written in the order of their tokens. Attention
-        that gets something from the operator which fills its cache only reads: it waits for that one alone."""
-        Step.told |= self._named
+        """Declares that the state of a layer is read and written in the order of the tokens.
+
+        Attention that takes a result of the operator which fills its cache only reads: it waits for that operator
+        alone.
+        """
+        Step.row_aware |= self._named
         for op, states in self._states.items():
-            by_rows(f"{TOLD}::{op}", follows=["kv_cache_dummy_dep"], state=sorted(states), flat=True)
-
-    @classmethod
-    def folder(cls) -> Path | None:
-        from vllm import envs
-
-        return Path(envs.VLLM_CACHE_ROOT)
+            by_rows(f"{ROW_AWARE}::{op}", follows=["kv_cache_dummy_dep"], state=sorted(states), flat=True)
 
 
 def captured_pieces(config: Any, calls: list[Any]) -> list[Any]:
-    """The pieces of the forward pass in sequence, as vLLM captures them: in its runs without metadata."""
+    """The pieces of the forward pass in sequence, captured as vLLM does: in its runs without metadata."""
     from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
     from vllm.config import CUDAGraphMode
 
@@ -243,12 +297,13 @@ def captured_pieces(config: Any, calls: list[Any]) -> list[Any]:
 
 
 def in_vllm(scheduler: Any = None, scheduler_options: Any = None) -> Serving:
-    """As `df.compile` takes them; but a server does not stand still to tune, and vLLM's CPU kernels share a buffer."""
-    return serving(scheduler_of(scheduler, scheduler_options, tuning=0.0), most=PARTS, in_turns=True)
+    """The scheduler that the options name, for a server: it does not stop to tune, and vLLM's CPU kernels share a
+    buffer."""
+    return serving(scheduler_of(scheduler, scheduler_options, tuning=0.0), max_parts=PARTS, in_turns=True)
 
 
 def torch_group(given: str | int) -> str:
-    """Torch's name of a group that vLLM knows by a name of its own; on CPU, by the handle of its shared memory."""
+    """Torch's name of a group, given vLLM's name or, on CPU, the handle of its shared memory."""
     from vllm.distributed.parallel_state import _groups
 
     for group in filter(None, (reference() for reference in _groups.values())):
@@ -257,10 +312,10 @@ def torch_group(given: str | int) -> str:
     return ANY
 
 
-class Forward(Hosted):
-    """vLLM's forward pass: called with its arguments, under its forward context."""
+class Forward(HostedGraph):
+    """vLLM's forward pass: called with its arguments, in its forward context."""
 
-    def __init__(self, run: Callable[..., Any], source: Source, engine: Engine, why_whole: str = "") -> None:
+    def __init__(self, run: Callable[..., Any], source: BatchInput, engine: Engine, why_whole: str = "") -> None:
         super().__init__(run, source, engine)
         self.why_whole = why_whole
 
@@ -272,5 +327,5 @@ class Forward(Hosted):
 
 
 def forwards() -> list[Forward]:
-    """The models that vLLM runs under a schedule in this process: `.stats` counts, `.plans` says what runs."""
-    return [hosted for hosted in Hosted.alive if isinstance(hosted, Forward)]
+    """The models that vLLM runs under a schedule in this process: `.stats` counts, `.plans` are those in use."""
+    return [hosted for hosted in HostedGraph.alive if isinstance(hosted, Forward)]

@@ -1,8 +1,8 @@
-"""vLLM's batch, cut: the attention metadata, slot mappings and forward context of some of its tokens.
+"""Parts of vLLM's batch: the attention metadata, slot mappings and forward context of some of its tokens.
 
-vLLM tells attention layers what to do by a context around the forward pass. A micro-batch has one of its own, built as
-vLLM builds the whole one: the common metadata are cut, between requests or inside of a long prompt, and handed to a
-metadata builder of the micro-batch's own, whose buffers nobody else writes.
+vLLM passes metadata to attention layers by a context around the forward pass. A micro-batch gets a context of its own,
+made as vLLM makes that of the whole batch: the common metadata are cut, between requests or inside of a long prompt,
+and passed to a metadata builder that only this micro-batch uses, so that nothing else writes its buffers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from typing import Any, ClassVar
 import torch
 
 from dynaflow.capture.batch_analysis.signatures import by_name
-from dynaflow.serving.host import Batch, wrap
+from dynaflow.integrations.hooks import wrap
+from dynaflow.serving.host import RaggedBatch
 
-PIECE = 64  # a prompt may be cut wherever so many of its tokens are complete
-PARTS = 15  # into so many a step may be cut: each has builders of metadata of its own, beside vLLM's
+CHUNK = 64
+"""A long prompt may be cut at multiples of so many tokens."""
+PARTS = 15
+"""The most parts of a step: each needs metadata builders of its own, in addition to vLLM's."""
 UNKNOWN = "it is not known what its requests read"
 
 _FIELDS = by_name(
@@ -32,33 +35,36 @@ _FIELDS = by_name(
         "positions": "tokens",
         "is_prefilling req_idx rswa_prefix_lens": "requests",
         "dcp_local_seq_lens dcp_local_seq_lens_cpu dcp_local_seq_lens_cpu_upper_bound": "whole requests",
-        "causal": "kept",
-        "_num_computed_tokens_cpu _num_computed_tokens_cache _token_to_req_indices_cache": "found out when asked for",
+        "causal": "copied",
+        "_num_computed_tokens_cpu _num_computed_tokens_cache _token_to_req_indices_cache": "computed on demand",
     }
 )
-"""How common metadata are cut: by vLLM itself, as for micro-batches of its own; or here, by token or by request, and of
-some fields nobody knows what parts of a request would have. If there is any other, the batch stays whole."""
+"""How each field of common metadata is cut: by vLLM's own function for micro-batches; or here, by token or by request.
+"whole requests": the value for a part of a request is not known. With any other field the batch is not split."""
 
 
-class Step(Batch):
-    """One forward pass of vLLM: what its context says, for the whole batch and for parts of it."""
+class Step(RaggedBatch):
+    """One forward pass of vLLM: the contents of its context, for the whole batch and for parts of it."""
 
-    now: ClassVar[Step]  # as vLLM's forward context, a global, since lanes may run in threads of their own
-    entangled: ClassVar[str] = UNKNOWN  # why requests of this moment can't be parted, if they can't: `Blocks` knows
-    told: ClassVar[set[str]] = set()  # layers whose operators are told their rows
+    now: ClassVar[Step]
+    """The current step: a global, as vLLM's forward context is, because lanes may run in threads of their own."""
+    hazard: ClassVar[str] = UNKNOWN
+    """Why the requests of the current step depend on each other; "" if they don't. `CacheBlocks` sets it."""
+    row_aware: ClassVar[set[str]] = set()
+    """Names of the layers whose operators are row-aware."""
 
     def __init__(self, context: Any, rows: int, why_whole: str = "") -> None:
         self.context = context
-        self.size = getattr(context, "batch_descriptor", None)  # as vLLM calls what it captures
+        self.size = getattr(context, "batch_descriptor", None)  # vLLM's key of captured graphs
         layers = getattr(context, "attn_metadata", None)
         self.metadata = {id(m): m for m in layers.values()} if isinstance(layers, dict) else {}
-        lengths, piece = [], PIECE
+        lengths, chunk = [], CHUNK
         if not (why := why_whole or self._why_whole()):
             built = [metadata._dynaflow_built for metadata in self.metadata.values()]
             starts = built[0][-1].query_start_loc_cpu.tolist()
-            lengths = [b - a for a, b in itertools.pairwise(starts) if b > a]  # without requests that are padding, too
-            piece = PIECE if all(_are_parted(group, common) for _, group, _, common in built) else rows
-        super().__init__(rows, lengths, piece=piece, most=PARTS, why_whole=why)
+            lengths = [b - a for a, b in itertools.pairwise(starts) if b > a]  # without requests that are padding
+            chunk = CHUNK if all(_can_cut_requests(group, common) for _, group, _, common in built) else rows
+        super().__init__(rows, lengths, chunk=chunk, max_parts=PARTS, why_whole=why)
 
     def _why_whole(self) -> str:
         if not self.metadata:
@@ -67,19 +73,19 @@ class Step(Batch):
             return "ranks with other requests take part"
         for key, metadata in self.metadata.items():
             owner, *_, common = getattr(metadata, "_dynaflow_built", (0, None))
-            if owner != key:  # it may be a copy, with something else in it
+            if owner != key:  # it may be a copy with other contents
                 return "attention metadata of unknown origin"
-            if why := _uncuttable(common):
+            if why := _why_uncuttable(common):
                 return why
-        for name in self.context.attn_metadata.keys() - Step.told:
+        for name in self.context.attn_metadata.keys() - Step.row_aware:
             if not getattr(self.context.no_compile_layers.get(name), "is_draft_layer", False):
                 return f"no operator says that it uses {name}"
-        return Step.entangled
+        return Step.hazard
 
     def part(self, start: int, stop: int) -> Any:
         made = {}
         for key, metadata in self.metadata.items():
-            # In a capture all of this is captured, too: a replay cuts what vLLM has written to its buffers by then.
+            # During a CUDA graph capture this is captured as well: a replay cuts what vLLM's buffers hold by then.
             _, group, build, common = metadata._dynaflow_built
             made[key] = build(group.get_metadata_builder(1 + len(self.parts)), cut(common, start, stop))
         changed: dict[str, Any] = {
@@ -100,26 +106,29 @@ Step.now = Step(None, 0)
 
 
 def _fields(common: Any) -> Iterator[tuple[str, Any, str]]:
-    """The fields that are set: name, value, and how it is cut; "" if nobody here knows."""
+    """Yields the fields that are set: name, value, and how it is cut; "" if that is not known."""
     for field in dataclasses.fields(common):
         if (value := getattr(common, field.name)) is not None:
             yield field.name, value, _FIELDS.get(field.name, "")
 
 
-def _uncuttable(common: Any) -> str:
-    """Which field of the common metadata nobody here knows how to cut; or that there is nothing to cut."""
+def _why_uncuttable(common: Any) -> str:
+    """Why common metadata can't be cut: nothing to cut, or a field that is not known."""
     if not common.query_start_loc_cpu[-1]:
         return "there is no token but padding"
     if common.seq_lens_cpu_upper_bound is None:
         return "attention metadata have no seq_lens_cpu_upper_bound, without which vLLM does not cut them"
-    strange = (n for n, value, way in _fields(common) if not way or (n == "causal" and isinstance(value, torch.Tensor)))
-    return next((f"attention metadata have a {name}" for name in strange), "")
+    unknown = (n for n, value, way in _fields(common) if not way or (n == "causal" and isinstance(value, torch.Tensor)))
+    return next((f"attention metadata have a {name}" for name in unknown), "")
 
 
-def _are_parted(group: Any, common: Any) -> bool:
-    """Whether requests can be cut inside: all that is known of them can be cut, and a piece finds what layers keep of
-    the pieces before. That is so of caches with a place for each token, and of states with one for each request; not
-    of those whose place follows from how many tokens the request has in all ("align", with prefix caching)."""
+def _can_cut_requests(group: Any, common: Any) -> bool:
+    """Whether a request may be cut inside.
+
+    All its metadata have to be cuttable, and a chunk has to find what layers stored for the chunks before. That holds
+    for caches with a slot for each token and for states with one slot for each request; not for states whose slot
+    depends on the request's total number of tokens ("align", with prefix caching).
+    """
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     if any(way == "whole requests" for _, _, way in _fields(common)):
@@ -130,7 +139,7 @@ def _are_parted(group: Any, common: Any) -> bool:
 
 
 def cut(common: Any, start: int, stop: int) -> Any:
-    """Common attention metadata of the tokens from `start` to `stop`, and of the requests that these belong to."""
+    """Returns the common attention metadata of the tokens from `start` to `stop` and of their requests."""
     from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
     starts = common.query_start_loc_cpu.tolist()
@@ -141,21 +150,24 @@ def cut(common: Any, start: int, stop: int) -> Any:
     for name, value, way in _fields(common):
         if way in ("tokens", "requests", "whole requests"):
             taken[name] = value[tokens if way == "tokens" else requests]
-        elif way == "found out when asked for":
+        elif way == "computed on demand":
             taken[name] = None
     return dataclasses.replace(part, **taken)
 
 
-def remember_builds(group: Any) -> None:
-    """From now on, metadata of a group of attention layers know how they were made: they themselves, the group, how to
-    do it with another builder and other common metadata, and those that they were made from."""
+def record_builds(group: Any, wrap: Callable[..., Any] = wrap) -> None:
+    """From now on, attention metadata of a group of layers remember how they were built.
+
+    `metadata._dynaflow_built` is: the id of the metadata, the group, a function that builds them again with another
+    builder and other common metadata, and the common metadata that they were built from.
+    """
     first = group.metadata_builders[0]
     for name in ("build", "build_for_cudagraph_capture", "update_block_table"):
         if hasattr(first, name):
-            wrap(first, name, functools.partial(_noted, group, name))
+            wrap(first, name, functools.partial(_built, group, name))
 
 
-def _noted(group: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _built(group: Any, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     made, given = method(*args, **kwargs), [*args, *kwargs.values()]
     common = next((a for a in given if hasattr(a, "query_start_loc_cpu")), None)
 
@@ -163,45 +175,45 @@ def _noted(group: Any, name: str, method: Callable[..., Any], *args: Any, **kwar
         swapped = {k: part if v is common else v for k, v in kwargs.items()}
         return getattr(builder, name)(*(part if a is common else a for a in args), **swapped)
 
-    with contextlib.suppress(AttributeError):  # what does not know how it was made is not cut
-        if name == "update_block_table":  # made of the metadata of other layers, with this table and these slots
+    with contextlib.suppress(AttributeError):  # metadata without a record are not cut
+        if name == "update_block_table":  # made from the metadata of other layers, with this table and these slots
             other, table, slots = given
             *_, build, common = other._dynaflow_built
             common = dataclasses.replace(common, block_table_tensor=table, slot_mapping=slots)
         elif common is None or any(isinstance(a, torch.Tensor) for a in given):
-            return made  # of something that nobody here knows how to cut
+            return made  # from arguments that we can't cut
         object.__setattr__(made, "_dynaflow_built", (id(made), group, build, common))
     return made
 
 
-class Blocks:
-    """The cache's blocks by request; and whether a request of a step reads one that another writes in that step.
+class CacheBlocks:
+    """The cache blocks of each request; detects a step in which one request reads a block that another one writes.
 
-    With prefix caching vLLM takes a block for cached as soon as its tokens are scheduled, so a request that starts in
-    the same step and begins alike reads it. The batch as a whole writes before it reads; parts of it would not.
+    With prefix caching vLLM marks a block as cached as soon as its tokens are scheduled. So a request that starts in
+    the same step with the same prefix reads it. The whole batch writes before it reads; parts of it would not.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = sizes  # the tokens of a block, in each group of layers
+        self.sizes = sizes  # tokens per block, in each group of layers
         self.held: dict[str, list[list[int]]] = {}  # by request: its blocks in each group of layers
 
-    def watch(self, runner: Any) -> None:
-        """From now on, `Step.entangled` is right while vLLM's runner runs a step, and while it drafts behind it."""
+    def watch(self, runner: Any, wrap: Callable[..., Any] = wrap) -> None:
+        """From now on, `Step.hazard` is right while vLLM's runner runs a step, and while it drafts after it."""
         wrap(runner, "execute_model", self._execute)
 
     def _execute(self, method: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        Step.entangled = self.judge(scheduler_output)
+        Step.hazard = self.hazard(scheduler_output)
         return method(scheduler_output, *args, **kwargs)
 
-    def judge(self, step: Any) -> str:
-        """Why a step can't be cut, if it can't, by what vLLM's scheduler says of it. Has to see all steps."""
+    def hazard(self, step: Any) -> str:
+        """Why a step can't be split, by its scheduler output; "" if it can. Has to be called for every step."""
         try:
-            return "a request reads what another one writes" if self._entangled(step) else ""
+            return "a request reads what another one writes" if self._has_hazard(step) else ""
         except (AttributeError, LookupError, TypeError, ValueError):
             self.held.clear()
             return UNKNOWN
 
-    def _entangled(self, step: Any) -> bool:
+    def _has_hazard(self, step: Any) -> bool:
         new, running = step.scheduled_new_reqs, step.scheduled_cached_reqs
         for request in step.finished_req_ids:
             self.held.pop(request, None)
@@ -219,4 +231,4 @@ class Blocks:
                 writes = own[computed // self.sizes[i] :]
                 written.update(writes)
                 holders.update(own if request in starting else writes)
-        return any(block and holders[block] > 1 for block in written)  # block 0 is none
+        return any(block and holders[block] > 1 for block in written)  # block 0 is the null block

@@ -17,9 +17,10 @@ from torch import fx
 from dynaflow import _torch
 from dynaflow._torch import Boxed
 from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import KIND, Shape, Thing, copied
-from dynaflow.capture.op_registry import direct_calls, is_left_alone, is_never_captured, leaves_some_alone
+from dynaflow.capture.captured_graph import KIND, OpaqueValue, Shape
+from dynaflow.capture.op_registry import direct_calls, has_opaque_ops, is_never_captured, is_opaque
 from dynaflow.core import forks
+from dynaflow.core.fx_graphs import canonical, copy_module
 from dynaflow.errors import DynaFlowError
 from dynaflow.lower.first_call import Untried
 from dynaflow.lower.opaque_ops import Piece, in_turn, pieces_of
@@ -43,9 +44,9 @@ class Source:
     """A piece of a graph and what goes into it, in order."""
 
     module: fx.GraphModule
-    inputs: tuple[Shape | sympy.Expr | Thing | None, ...]
+    inputs: tuple[Shape | sympy.Expr | OpaqueValue | None, ...]
     """A tensor's shape, a number in the graph's symbols, another thing, or None where nothing is known."""
-    still: frozenset[int] = frozenset()
+    static: frozenset[int] = frozenset()
     """Inputs that stay where they are in memory."""
     tensors: bool = True
     """All its results are tensors."""
@@ -147,7 +148,7 @@ class Operators:
             return self.as_it_is(source.module)
         if strides is None:
             strides = tuple(strides_of(i, sizes) if isinstance(i, Shape) else None for i in source.inputs)
-        if leaves_some_alone(source.module):
+        if has_opaque_ops(source.module):
             given = dict(zip(source.module.graph.find_nodes(op="placeholder"), strides, strict=True))
             return self._in_turn(source, lambda p, part: self.get(part, sizes, _strides(p, part, sizes, given)))
         key = self._key(source)
@@ -170,7 +171,7 @@ class Operators:
         """A function for these sizes and all that meet the conditions. To be called after `finish`."""
         if self.mode == "eager" or source.aliased:
             return self.as_it_is(source.module), frozenset()
-        if leaves_some_alone(source.module):
+        if has_opaque_ops(source.module):
             known = self._turns.setdefault((self._key(source), uncut), [])
             if not (fitting := [turn for turn in known if all(holds(sizes) for holds in turn[1])]):
                 known += (fitting := [self._in_turn_for_all(source, sizes, self.captured if uncut else None)])
@@ -212,9 +213,9 @@ class Operators:
             return _torch.boxed_forward(_torch.with_own_draws(graph))
 
         def make(inputs: list[Any], world: _torch.Symbols) -> Untried:
-            module = copied(source.module)  # the compiler may change the graph that it is given
+            module = copy_module(source.module)  # the compiler may change the graph that it is given
             call = _torch.compile_operator(
-                module, inputs, world, still=source.still, direct=source.tensors, failed=backward
+                module, inputs, world, static=source.static, direct=source.tensors, failed=backward
             )
             return Untried(call, instead)
 
@@ -247,7 +248,7 @@ class Operators:
         self, source: Source, get: Callable[[Piece, Source], Boxed], captured: Captured | None = None
     ) -> Boxed:
         """The graph piece by piece, with what `get` says for those that are compiled."""
-        pieces = pieces_of(source.module, is_left_alone if captured is None else is_never_captured)
+        pieces = pieces_of(source.module, is_opaque if captured is None else is_never_captured)
         parts = [_part(piece, source) for piece in pieces]
         if captured is not None and not _stay_put(pieces, parts):
             return self._in_turn(source, get)
@@ -279,7 +280,7 @@ class Operators:
         ambient = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
         if ambient[2]:
             ambient = (*ambient, torch.get_autocast_dtype(device))  # type: ignore[assignment]
-        return (form, source.inputs, source.still, source.tensors, source.free, ambient)
+        return (form, source.inputs, source.static, source.tensors, source.free, ambient)
 
     def finish(self) -> None:
         """Waits until all that `get` has given can be called. Raises CompilerFailed if some of it can't."""
@@ -298,11 +299,11 @@ def _part(piece: Piece, source: Source) -> Source | None:
     inputs = tuple(kinds[node] if node in kinds else node.meta.get(KIND) for node in piece.reads)
     if piece.alone or None in inputs:
         return None
-    still = {node for i, node in enumerate(kinds) if i in source.still}
+    static = {node for i, node in enumerate(kinds) if i in source.static}
     return Source(
         module=piece.module,
         inputs=inputs,
-        still=frozenset(i for i, node in enumerate(piece.reads) if node in still),
+        static=frozenset(i for i, node in enumerate(piece.reads) if node in static),
         tensors=all(isinstance(node.meta.get(KIND), Shape) for node in piece.writes),
         writes=source.writes,
         name=f"a part of {source.name}",
@@ -374,9 +375,9 @@ def _compile_for_all(source: Source, sizes: Sizes, make: _Make) -> _Compiled:
     return _Compiled(untried=call, symbols=tuple(names), assumed=world.assumed(list(names.values())))
 
 
-def _other(given: sympy.Expr | Thing | None, number: Callable[[sympy.Expr], Any]) -> Any:
+def _other(given: sympy.Expr | OpaqueValue | None, number: Callable[[sympy.Expr], Any]) -> Any:
     """What stands for an input that is no tensor."""
-    if isinstance(given, Thing):
+    if isinstance(given, OpaqueValue):
         return given.value
     return 0 if given is None else number(given)
 
@@ -388,26 +389,12 @@ def _fake(shape: Shape, size: Any, stride: Any) -> torch.Tensor:
 
 def nameless(module: fx.GraphModule) -> tuple[Any, ...]:
     """The graph without its names: equal for equal layers."""
-    number = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
 
-    def show(arg: Any) -> Any:
-        return fx.map_arg(arg, lambda n: _Name(number[n]))
-
-    lines: list[Any] = []
-    for node in module.graph.nodes:
-        target: Any = node.target
+    def target(node: fx.Node) -> Any:
         if node.op == "placeholder":
-            target = None
-        elif node.op == "get_attr":  # a constant: equal only to itself
-            target = id(attrgetter(str(node.target))(module))
-        elif not isinstance(target, str):
-            target = (id(target), str(target))
-        lines.append((node.op, target, repr(show(node.args)), repr(show(node.kwargs))))
-    return tuple(lines)
+            return None
+        if node.op == "get_attr":  # a constant: equal only to itself
+            return id(attrgetter(str(node.target))(module))
+        return node.target if isinstance(node.target, str) else (id(node.target), str(node.target))
 
-
-class _Name(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    return tuple(canonical(module.graph, target))

@@ -1,107 +1,142 @@
-"""A lowered plan as a function."""
+"""A lowered plan as a function, and what can be put around it.
+
+An Executable never changes. Recording, CUDA graphs, padding and other sizes are decorators: they take one and return
+another. The only thing that moves is inside its Entry: compiled code settles there once it has run.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from dynaflow._torch import Boxed
 from dynaflow.core.plan import Plan
-from dynaflow.lower.codegen import Code, forget
+from dynaflow.lower.emit import Code
 from dynaflow.lower.first_call import Untried
 from dynaflow.lower.timing import Marks
 from dynaflow.partition.op_graph import OpGraph
 
 
-class Lowered:
+class Entry:
+    """What a call of an executable calls. Compiled code at its first call is replaced by the code itself."""
+
+    __slots__ = ("__weakref__", "call")
+
+    def __init__(self, call: Boxed) -> None:
+        self.call = call
+        if isinstance(call, Untried):
+            call.then(partial(_settle, weakref.ref(self), call))
+
+
+def _settle(entry: weakref.ref[Entry], untried: Untried, call: Boxed) -> None:
+    if (found := entry()) is not None and found.call is untried:
+        found.call = call
+
+
+class Recordable:
+    """Makes the variants of an executable that take marks, each when a recording first asks for it."""
+
+    def __init__(self, make: Callable[[bool], Executable]) -> None:
+        """`make`: gets whether all calls are to run one after the other."""
+        self._make = make
+        self.made: dict[bool, Executable] = {}
+
+    def get(self, row: bool) -> Executable:
+        if row not in self.made:
+            self.made[row] = self._make(row)
+        return self.made[row]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Executable:
     """A plan's function. Call it with a list of the graph's arguments: it may be emptied."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        graph: OpGraph,
-        run: Boxed,
-        code: Code | None = None,
-        joined_bytes: int = 0,
-        all_values: Callable[[list[Any]], dict[int, Any]] | None = None,
-    ) -> None:
-        self.plan = replace(plan, code=code.source if code else "")
-        self.sequential = plan.sequential
-        self.graph = graph
-        self.run = run
-        self.all_values = all_values
-        """Runs the plan for the sake of its inner values: value -> tensor of the whole batch."""
-        self.joined_bytes = joined_bytes
-        self.code = code
-        self.verified = False
-        self.marks: Marks | None = None
-        """If it takes marks behind the arguments: what they mean."""
-        self.remark: Callable[[bool], Lowered] | None = None
-        """Makes the same once more with marks; and, if asked to, with all calls in a row."""
-        self.with_marks: dict[bool, Lowered] = {}
-        """What that has made."""
-        if code:
-            weakref.finalize(self, forget, code.filename)
-        if isinstance(run, Untried):
-            run.then(partial(_settle, weakref.ref(self), run))
+    plan: Plan
+    graph: OpGraph
+    entry: Entry
+    code: Code | None = None
+    joined_bytes: int = 0
+    """What a call copies to join micro-batches."""
+    all_values: Callable[[list[Any]], dict[int, Any]] | None = None
+    """Runs the plan for the sake of its inner values: value -> tensor of the whole batch."""
+    marks: Marks | None = None
+    """If it takes marks after the arguments: what they mean."""
+    recordable: Recordable | None = None
+    """None if it takes marks itself."""
+    sequential: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sequential", self.plan.sequential)  # every call reads it
 
     def __call__(self, args: list[Any]) -> Any:
         try:
-            return self.run(args)
+            return self.entry.call(args)
         except Exception as e:
             self.explain(e)
             raise
 
     def explain(self, error: Exception) -> None:
-        """Has an error say in which task it was raised."""
+        """Adds a note to an error: in which task it was raised."""
         if where := self.tasks_of(error):
             error.add_note(f"dynaflow: in {where}")
 
-    def marked(self, row: bool = False) -> Lowered:
-        """The same with marks, for a recording. This one stays as it is."""
-        if row not in self.with_marks:
-            assert self.remark is not None and self.marks is None
-            self.with_marks[row] = self.remark(row)
-        return self.with_marks[row]
-
-    def placed(self, plan: Plan, cuts: tuple[int, ...], remade: Callable[[], Lowered]) -> Lowered:
-        """The same function for micro-batches of other sizes, if it is elastic. `remade`: for these sizes alone."""
-        run = self.run
-
-        def run_here(args: list[Any]) -> Any:
-            args.append(cuts)
-            return run(args)
-
-        def run_marked(args: list[Any]) -> Any:
-            args.insert(-1, cuts)
-            return run(args)
-
-        found = Lowered(plan, self.graph, run_marked if self.marks else run_here, None, self.joined_bytes)
-        found.plan, found.code = replace(plan, code=self.plan.code), self.code
-        if self.marks:
-            found.marks = replace(self.marks, plan=replace(self.marks.plan, micro_batches=plan.micro_batches))
-        found.remark = lambda row: self.marked(row).placed(plan, cuts, remade)
-        found.all_values = lambda args: _all(remade(), args)
-        return found
-
     def tasks_of(self, error: BaseException) -> str | None:
         """Where an error was raised, in words."""
-        indices = self.code.tasks_of(error) if self.code else None
-        if not indices:
-            return None
-        tasks = [self.plan.tasks[i] for i in indices]
-        which = f"task {indices[0]}" if len(tasks) == 1 else f"tasks {', '.join(map(str, indices))}, compiled as one"
-        return f"{which}, {', then '.join(map(str, tasks))}, on lane {tasks[0].lane}"
+        return tasks_of(self.plan, self.code, error)
+
+    def marked(self, row: bool = False) -> Executable:
+        """The same with marks, for a recording; with `row`, its calls one after the other."""
+        assert self.recordable is not None
+        return self.recordable.get(row)
+
+    def known_marked(self, row: bool) -> Executable | None:
+        """The same, if it has been made before."""
+        assert self.recordable is not None
+        return self.recordable.made.get(row)
 
 
-def _settle(lowered: weakref.ref[Lowered], untried: Untried, call: Boxed) -> None:
-    if (found := lowered()) is not None and found.run is untried:
-        found.run = call
+def tasks_of(plan: Plan, code: Code | None, error: BaseException) -> str | None:
+    """Where in a plan's code an error was raised, in words."""
+    indices = code.tasks_of(error) if code else None
+    if not indices:
+        return None
+    tasks = [plan.tasks[i] for i in indices]
+    which = f"task {indices[0]}" if len(tasks) == 1 else f"tasks {', '.join(map(str, indices))}, compiled as one"
+    return f"{which}, {', then '.join(map(str, tasks))}, on lane {tasks[0].lane}"
 
 
-def _all(lowered: Lowered, args: list[Any]) -> dict[int, Any]:
-    assert lowered.all_values is not None
-    return lowered.all_values(args)
+def with_code(plan: Plan, code: Code | None) -> Plan:
+    """The plan, to show with the code that it became."""
+    return replace(plan, code=code.source if code else "")
+
+
+def resized(executable: Executable, plan: Plan, cuts: tuple[int, ...], remade: Callable[[], Executable]) -> Executable:
+    """An elastic executable for micro-batches of other sizes. `remade`: one that is made for these sizes alone."""
+    entry, marks = executable.entry, executable.marks
+
+    def run_here(args: list[Any]) -> Any:
+        args.append(cuts)
+        return entry.call(args)
+
+    def run_marked(args: list[Any]) -> Any:
+        args.insert(-1, cuts)
+        return entry.call(args)
+
+    def values(args: list[Any]) -> dict[int, Any]:
+        made = remade()
+        assert made.all_values is not None
+        return made.all_values(args)
+
+    return Executable(
+        plan=replace(plan, code=executable.plan.code),
+        graph=executable.graph,
+        entry=Entry(run_marked if marks else run_here),
+        code=executable.code,
+        joined_bytes=executable.joined_bytes,
+        all_values=values,
+        marks=marks and replace(marks, plan=replace(marks.plan, micro_batches=plan.micro_batches)),
+        recordable=None if marks else Recordable(lambda row: resized(executable.marked(row), plan, cuts, remade)),
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 from torch import fx
 
+from dynaflow.core.fx_graphs import inline
 from dynaflow.core.plan import Plan, Task
 from dynaflow.partition.op_graph import Op, OpGraph
 
@@ -102,14 +103,7 @@ def _compose(graph: OpGraph, ops: tuple[Op, ...], kept: list[int]) -> dict[str, 
     value = {v: out.placeholder(f"v_{v}") for v in reads}
     for op in ops:
         given = [number[s] for s in op.symbols] + [value[v] for v in op.reads]
-        env: dict[fx.Node, fx.Node] = {}
-        for node in op.module.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = given[len(env)]
-            elif node.op == "output":
-                value |= zip(op.writes, fx.map_arg(node.args[0], lambda n: env[n]), strict=True)  # noqa: B023
-            else:
-                env[node] = out.node_copy(node, lambda n: env[n])  # noqa: B023
+        value |= zip(op.writes, inline(op.module.graph, out, given), strict=True)
     out.output(tuple(value[v] for v in kept))
     module = fx.GraphModule(graph.graph.gm, out, class_name="Operators")
     return {"module": module, "symbols": tuple(symbols), "reads": tuple(reads), "writes": tuple(kept)}

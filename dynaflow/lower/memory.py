@@ -9,10 +9,12 @@ for the arena, which the next call uses again: they get memory of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import NamedTuple
 
 from dynaflow.capture.node_info import addresses_memory
 from dynaflow.lower.fuse_tasks import Parts, Unit, are_neighbours
+from dynaflow.lower.ir import Buffer, Call, Instruction, New, Program, Var
 from dynaflow.lower.out_variants import is_product, result_node
 from dynaflow.partition.op_graph import Op, OpGraph, Value
 
@@ -20,27 +22,16 @@ ALIGNMENT = 512
 """What the CUDA allocator gives, so that kernels find in an arena what they find elsewhere."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Buffer:
-    """Memory for some micro-batches of a value."""
+class Chosen(NamedTuple):
+    """That a value lives in buffers."""
 
-    name: str
-    value: int
-    parts: Parts
+    parts: list[Parts]
+    """The micro-batches that each holds."""
     own: bool
-    """Memory of its own, made anew for each run, since it is handed out: to the caller, or to a user's function."""
-    size: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    nbytes: int = 0
-    offset: int = 0
-    """In the arena."""
-    writers: set[int] = field(default_factory=set)
-    users: set[int] = field(default_factory=set)
-    """Steps that touch it, the writers included."""
 
 
-def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> dict[int, list[Buffer]]:
-    """For each value that lives in buffers: those that hold its micro-batches."""
+def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> dict[int, Chosen]:
+    """The values that live in buffers."""
     if graph.graph.grad:  # autograd wants results that it can follow
         return {}
     makers: dict[int, list[Unit]] = {}
@@ -62,7 +53,7 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
     shared = _shared_storages(graph)
     # In training an arena would be there from the start of a pass, when the most is saved: what is made late waits.
     kept = graph.graph.phase == "inference"
-    found: dict[int, list[Buffer]] = {}
+    found: dict[int, Chosen] = {}
     for v, made_by in makers.items():
         value = graph.values[v]
         if v in elsewhere or value.storage in shared or not _can_be_given(value, made_by):
@@ -73,12 +64,9 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
         joined = any(sum(bool(set(p) & set(parts)) for p in pieces) > 1 for parts in wanted.get(v, []))
         result = v in graph.outputs
         if joined and value.carries_batch:
-            found[v] = [Buffer(name=f"b{v}", value=v, parts=everything, own=result or v in lent)]
-        elif kept and not joined and not result and v not in lent and value.end == "pointwise":
-            found[v] = [
-                Buffer(name=f"b{v}" + "".join(f"_{m}" for m in p if p != everything), value=v, parts=p, own=False)
-                for p in pieces
-            ]
+            found[v] = Chosen([everything], own=result or v in lent)
+        elif kept and not joined and not result and v not in lent and value.out_variant == "pointwise":
+            found[v] = Chosen(pieces, own=False)
     return found
 
 
@@ -94,40 +82,94 @@ def _shared_storages(graph: OpGraph) -> set[int | None]:
 
 
 def _can_be_given(value: Value, made_by: list[Unit]) -> bool:
-    if value.shape is None or value.end is None or value.merged or sum(dim is not None for dim in value.dims) > 1:
+    if value.shape is None or value.out_variant is None or value.merged:
+        return False
+    if sum(dim is not None for dim in value.dims) > 1:
         return False
     if value.shape.requires_grad:  # a region of the model has gradients on
         return False
-    if value.end == "matmul":  # its out-variant wants rows in one block
+    if value.out_variant == "matmul":  # its out-variant wants rows in one block
         products = all(is_product(result_node(u.module, u.writes.index(value.index))) for u in made_by)
         return products and all(dim in (0, None) for dim in value.dims)
     return True
 
 
-def plan_arena(buffers: Sequence[Buffer], before: Sequence[int]) -> int:
-    """Gives each buffer its offset, the largest first, and returns the arena's size.
+def place_buffers(program: Program) -> Program:
+    """Third pass of lowering: where buffers lie.
+
+    Contract
+        Takes a Program of which it is known who reads what; returns it with a place for every buffer and slice of one:
+        an allocation in the code, or a view of the arena. Nothing else changes.
+        Two buffers share bytes of the arena only if all users of one are certain to have ended before any writer of
+        the other starts (`plan_arena`).
+    """
+    users: dict[Var, set[int]] = {}
+    writers: dict[Var, set[int]] = {}
+    for s, step in enumerate(program.steps):
+        for var in step.reads:
+            users.setdefault(var.root, set()).add(s)
+        for call in step.needs:
+            if isinstance(call, Call):
+                for var in call.into:
+                    writers.setdefault(var.root, set()).add(s)
+    for buffer in program.buffers:
+        if buffer.own:
+            program = _allocate(program, buffer, min(writers[buffer.var]), writers[buffer.var])
+    inner = [b for b in program.buffers if not b.own]
+    uses = [Use(b.nbytes, frozenset(writers[b.var]), frozenset(users[b.var])) for b in inner]
+    offsets, nbytes = plan_arena(uses, program.happens_before)
+    views = {b.var: replace(b.view, offset=offset) for b, offset in zip(inner, offsets, strict=True)}
+    for narrow in program.buffer_slices:
+        if narrow.base in views:
+            view = views[narrow.base]
+            for dim, start, length in narrow.cuts:
+                assert isinstance(start, int) and isinstance(length, int), "elastic programs have no buffers"
+                view = view.narrow(dim, start, length)
+            views[narrow.out] = view
+    return replace(program, views=tuple(views.items()), arena_bytes=nbytes)
+
+
+def _allocate(program: Program, buffer: Buffer, first: int, writers: set[int]) -> Program:
+    """Memory of its own: made late, where that is safe, so that it does not add to what is needed before."""
+    slices = [narrow for narrow in program.buffer_slices if narrow.base is buffer.var]
+    made: tuple[Instruction, ...] = (New(out=buffer.var, new=buffer.new), *slices)
+    if program.partitioned or any(program.steps[w].lane != program.lanes[0] for w in writers):
+        # The allocator may give out what the caller's lane has just let go: another lane must not write it yet.
+        return replace(program, start=made + program.start)
+    steps = list(program.steps)
+    steps[first] = replace(steps[first], before=made + steps[first].before)
+    return replace(program, steps=tuple(steps))
+
+
+class Use(NamedTuple):
+    """A buffer to be placed in the arena, and the steps that touch it."""
+
+    nbytes: int
+    writers: frozenset[int]
+    users: frozenset[int]
+    """The writers included."""
+
+
+def plan_arena(buffers: Sequence[Use], before: Sequence[int]) -> tuple[list[int], int]:
+    """The offset of each buffer, and the arena's size. The largest are placed first, each at the first gap that fits.
 
     `before[s]` is a bit mask of the steps that are certain to have ended when step s starts.
     """
+    users = [sum(1 << u for u in buffer.users) for buffer in buffers]
 
-    users = {buffer: sum(1 << u for u in buffer.users) for buffer in buffers}
+    def ends_before(one: int, other: int) -> bool:
+        return all(users[one] & ~before[w] == 0 for w in buffers[other].writers)
 
-    def ends_before(one: Buffer, other: Buffer) -> bool:
-        return all(users[one] & ~before[w] == 0 for w in other.writers)
-
-    placed: list[Buffer] = []
-    for buffer in sorted(buffers, key=lambda b: -b.nbytes):
-        others = sorted(
-            (b for b in placed if not ends_before(b, buffer) and not ends_before(buffer, b)), key=lambda b: b.offset
-        )
-        offset = 0
-        for other in others:
-            if offset + buffer.nbytes <= other.offset:
+    offsets = [0] * len(buffers)
+    placed: list[int] = []
+    for i in sorted(range(len(buffers)), key=lambda i: -buffers[i].nbytes):
+        alive = [j for j in placed if not ends_before(j, i) and not ends_before(i, j)]
+        for j in sorted(alive, key=offsets.__getitem__):
+            if offsets[i] + buffers[i].nbytes <= offsets[j]:
                 break
-            offset = max(offset, _aligned(other.offset + other.nbytes))
-        buffer.offset = offset
-        placed.append(buffer)
-    return max((b.offset + b.nbytes for b in placed), default=0)
+            offsets[i] = max(offsets[i], _aligned(offsets[j] + buffers[j].nbytes))
+        placed.append(i)
+    return offsets, max((offset + b.nbytes for offset, b in zip(offsets, buffers, strict=True)), default=0)
 
 
 def _aligned(n: int) -> int:

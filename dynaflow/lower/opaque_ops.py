@@ -17,7 +17,8 @@ from torch import fx
 
 from dynaflow._torch import REGIONS, SET_GRAD, Boxed
 from dynaflow.capture.captured_graph import KIND
-from dynaflow.capture.op_registry import is_left_alone
+from dynaflow.capture.op_registry import is_opaque
+from dynaflow.core.fx_graphs import Env, copy_nodes
 from dynaflow.lower.first_call import Untried
 
 _REGION_MARKS = {*REGIONS, *REGIONS.values(), SET_GRAD}
@@ -35,7 +36,7 @@ class Piece:
     """It is called as it is."""
 
 
-def pieces_of(module: fx.GraphModule, is_alone: Callable[[fx.Node], bool] = is_left_alone) -> list[Piece]:
+def pieces_of(module: fx.GraphModule, is_alone: Callable[[fx.Node], bool] = is_opaque) -> list[Piece]:
     """In order."""
     return [_piece(module, nodes, alone) for nodes, alone in _groups(module.graph, is_alone)]
 
@@ -72,9 +73,8 @@ def _piece(whole: fx.GraphModule, nodes: list[fx.Node], alone: bool) -> Piece:
     reads = tuple(dict.fromkeys(given for node in nodes for given in node.all_input_nodes if given not in inside))
     writes = tuple(node for node in nodes if any(user not in inside for user in node.users))
     graph = fx.Graph()
-    env = {node: graph.placeholder(node.name) for node in reads}
-    for node in nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
+    env: Env = {node: graph.placeholder(node.name) for node in reads}
+    copy_nodes(nodes, graph, env)
     graph.output(tuple(env[node] for node in writes))
     return Piece(module=fx.GraphModule(whole, graph), reads=reads, writes=writes, alone=alone)
 

@@ -35,7 +35,7 @@ class Padding:
 
     def __init__(self, graph: OpGraph) -> None:
         self._graph = graph
-        self._symbols = graph.spaces[0] if graph.spaces else frozenset[sympy.Symbol]()
+        self._symbols = graph.batch_axes[0] if graph.batch_axes else frozenset[sympy.Symbol]()
         carried = {v.input: v.dims[0] for v in graph.values if v.input is not None and v.carries_batch}
         self._dims: dict[int, int] = {}
         for i, given in enumerate(graph.graph.inputs):
@@ -56,10 +56,10 @@ class Padding:
 
     def _check(self) -> None:
         graph = self._graph
-        if len(graph.spaces) != 1:
-            what = "requests of several lengths" if graph.spaces else "no batch"
+        if len(graph.batch_axes) != 1:
+            what = "requests of several lengths" if graph.batch_axes else "no batch"
             raise _refused(f"the graph has {what}, so there is nothing to pad")
-        if (found := graph.mixing) is not None:
+        if (found := graph.row_mixing) is not None:
             what = found.op or "a result"
             raise _refused(f"{what} would see the padding: {found.reason}", op=found.op, line=found.line)
         for i, given in enumerate(graph.graph.inputs):

@@ -6,17 +6,18 @@ graph is launched as a whole, on one lane, and is done as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynaflow.lower.steps import Program
+from dynaflow.lower.ir import Program, Var, Vars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     steps: tuple[int, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    moving: frozenset[int]
+    inputs: Vars
+    outputs: Vars
+    made_outside: frozenset[int]
     """Of the inputs, those that an operator outside has made: at another place in memory each time."""
 
 
@@ -35,19 +36,19 @@ def make_segments(program: Program, outside: frozenset[int]) -> list[Segment]:
         else:
             run = latest[step.lane] = [s]
             runs.append(run)
-    made_outside = {name for s in outside for name in program.steps[s].makes}
+    made_outside = {var for s in outside for var in program.steps[s].makes}
     return [_segment(program, run, made_outside) for run in runs]
 
 
-def _segment(program: Program, run: list[int], made_outside: set[str]) -> Segment:
+def _segment(program: Program, run: Sequence[int], outside: set[Var]) -> Segment:
     inside = [program.steps[s] for s in run]
-    made = {name for step in inside for name in step.makes}
-    inputs = tuple(dict.fromkeys(name for step in inside for name in step.reads if name not in made))
+    makes = dict.fromkeys(var for step in inside for var in step.makes)
+    inputs = tuple(dict.fromkeys(var for step in inside for var in step.reads if var not in makes))
     others = [step for s, step in enumerate(program.steps) if s not in run]
-    needed = {name for step in others for name in step.reads} | set(program.final_reads)
+    needed = program.final_reads.union(*(step.reads for step in others))
     return Segment(
         steps=tuple(run),
         inputs=inputs,
-        outputs=tuple(name for name in dict.fromkeys(n for step in inside for n in step.makes) if name in needed),
-        moving=frozenset(i for i, name in enumerate(inputs) if name in made_outside),
+        outputs=tuple(var for var in makes if var in needed),
+        made_outside=frozenset(i for i, var in enumerate(inputs) if var in outside),
     )

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from dynaflow.core.plan import Plan
+from dynaflow.lower.bind import extents, sizes_of
 from dynaflow.lower.compile_ops import Sizes
-from dynaflow.lower.executable import Lowered
-from dynaflow.lower.program import extents, sizes_of
-from dynaflow.lower.steps import Program
+from dynaflow.lower.executable import Executable, resized
+from dynaflow.lower.ir import Program
 from dynaflow.partition.op_graph import OpGraph
 
 KEPT = 4096
@@ -22,39 +22,39 @@ KEPT = 4096
 
 
 class Elastic:
-    """`lowered` takes the extents of the micro-batches behind the graph's arguments. `functions`: those that the plan
-    calls by name."""
+    """`executable` takes the extents of the micro-batches after the graph's arguments. `functions`: those that the
+    plan calls by name."""
 
     def __init__(
         self,
-        lowered: Lowered,
+        executable: Executable,
         program: Program,
         functions: Mapping[str, Callable[..., Any]],
-        remake: Callable[[Plan, Sizes], Lowered],
+        remake: Callable[[Plan, Sizes], Executable],
     ) -> None:
-        self.lowered, self.parts = lowered, len(lowered.plan.micro_batches)
+        self.executable, self.parts = executable, len(executable.plan.micro_batches)
         self._program, self._functions, self._remake = program, functions, remake
         self._fits: dict[tuple[int, ...], bool] = {}
 
     @property
     def plan(self) -> Plan:
-        return self.lowered.plan
+        return self.executable.plan
 
     def carries_out(self, plan: Plan, graph: OpGraph, functions: Mapping[str, Callable[..., Any]]) -> bool:
         """Its own plan says the same, but for the sizes."""
-        if graph is not self.lowered.graph or len(plan.micro_batches) != self.parts:
+        if graph is not self.executable.graph or len(plan.micro_batches) != self.parts:
             return False
         return replace(plan, micro_batches=self.plan.micro_batches) == self.plan and functions == self._functions
 
-    def at(self, plan: Plan, sizes: Sizes) -> Lowered | None:
+    def at(self, plan: Plan, sizes: Sizes) -> Executable | None:
         """For a plan that differs in the sizes of its micro-batches; None if an operator does not fit them."""
-        graph = self.lowered.graph
+        graph = self.executable.graph
         cuts = extents(plan, graph, sizes)
         if cuts not in self._fits:
             if len(self._fits) >= KEPT:
                 self._fits.clear()
             self._fits[cuts] = self._fit(plan, graph, sizes)
-        return self.lowered.placed(plan, cuts, lambda: self._remake(plan, sizes)) if self._fits[cuts] else None
+        return resized(self.executable, plan, cuts, lambda: self._remake(plan, sizes)) if self._fits[cuts] else None
 
     def _fit(self, plan: Plan, graph: OpGraph, sizes: Sizes) -> bool:
         known: dict[tuple[Any, ...], Sizes] = {}

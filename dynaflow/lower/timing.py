@@ -6,15 +6,18 @@ behind the graph's arguments: on CUDA of events, which it records; on CPU of not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from dynaflow._torch import Boxed
 from dynaflow.core.plan import Plan, Task
 from dynaflow.lower.compile_ops import Sizes
+from dynaflow.lower.ir import Program
 from dynaflow.lower.segments import Segment
-from dynaflow.lower.steps import Program
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime.cuda_lanes import CaptureStreams
 
@@ -75,11 +78,24 @@ def make_marks(plan: Plan, graph: OpGraph, sizes: Sizes, program: Program, segme
     return Marks(plan=seen, graph=graph, device=graph.graph.device, sizes=sizes, spans=tuple(spans), count=count, at=at)
 
 
-def in_a_row(program: Program) -> Program:
-    """The same calls one after the other on one lane: each alone."""
-    lane = program.lanes[0]
-    steps = [replace(step, lane=lane, after=()) for step in program.steps]
-    return replace(program, lanes=[lane], partitioned=False, steps=steps, made_aside=[])
+def marked_around(run: Boxed, device: torch.device) -> Boxed:
+    """The uncut graph with marks around it."""
+    cuda = device.type == "cuda"
+
+    def run_marked(args: list[Any]) -> Any:
+        marks = args.pop()
+        if cuda:
+            stream = torch.cuda.current_stream(device)
+            marks[0].record(stream)
+            results = run(args)
+            marks[1].record(stream)
+        else:
+            marks[0] = time.perf_counter()
+            results = run(args)
+            marks[1] = time.perf_counter()
+        return results
+
+    return run_marked
 
 
 class Branches:

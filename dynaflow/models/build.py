@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaflow.errors import DynaFlowError, nearest
-from dynaflow.models import share
+from dynaflow.models import parallel
 from dynaflow.models.table import MODELS, Model
 
 Attention = Literal["flash", "sdpa"]
@@ -25,7 +25,7 @@ _FLASH = "dynaflow_grouped"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class Workload:
     """What one call is for: `batch` prompts of `prompt` tokens; or, with `prompt` 0, one more token after `context`."""
 
     batch: int = 64
@@ -111,14 +111,14 @@ def _transformer(
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if tp > 1:
-        share.divide(name, config, tp)
-    if share.has_experts(config):
+        parallel.shard_config(name, config, tp)
+    if parallel.has_experts(config):
         config._experts_implementation = "grouped_mm"
     made = kind(config)
     if ep > 1:
-        share.share_experts(name, made, config, ep)
+        parallel.shard_experts(name, made, config, ep)
     if tp > 1:
-        share.reduce(made)
+        parallel.add_all_reduces(made)
     return made
 
 
@@ -164,7 +164,7 @@ def _flash(
     return out.transpose(1, 2).contiguous(), None
 
 
-def inputs(model: Any, situation: Situation, *, logits: Literal["last", "all"] = "last") -> dict[str, Any]:
+def inputs(model: Any, situation: Workload, *, logits: Literal["last", "all"] = "last") -> dict[str, Any]:
     """What the model is called with, where its weights are. `logits`: of the last token of each prompt, or of all."""
     first = next(model.parameters())
     with _drawing(first.device, first.dtype):
@@ -181,7 +181,7 @@ def inputs(model: Any, situation: Situation, *, logits: Literal["last", "all"] =
         return _text(model, situation, logits)
 
 
-def _text(model: Any, situation: Situation, logits: Literal["last", "all"]) -> dict[str, Any]:
+def _text(model: Any, situation: Workload, logits: Literal["last", "all"]) -> dict[str, Any]:
     takes = inspect.signature(model.forward).parameters
     decodes = "logits_to_keep" in takes
     if not situation.prompt and not decodes:
@@ -201,7 +201,7 @@ def _text(model: Any, situation: Situation, logits: Literal["last", "all"]) -> d
     return given
 
 
-def _cache(model: Any, situation: Situation) -> Any:
+def _cache(model: Any, situation: Workload) -> Any:
     """As if it held `context` tokens, random ones, and had room for one more."""
     from transformers import StaticCache
 

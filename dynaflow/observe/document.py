@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from dynaflow.core.json_codec import decode, encode
 from dynaflow.core.plan import Lane
 from dynaflow.errors import TimelineError
 
@@ -117,8 +118,8 @@ class Document:
         return self.end - self.begin
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. What is as usual is left out: a timeline has many tasks."""
-        return {"kind": KIND, "format": FORMAT, **_plain(self)}
+        """The data for JSON."""
+        return {"kind": KIND, "format": FORMAT, **encode(self)}
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
@@ -128,74 +129,18 @@ class Document:
         if data.get("kind") != KIND or data.get("format") != FORMAT:
             found = f"{data.get('kind')!r}, format {data.get('format')!r}"
             raise _wrong(f"not a {KIND!r} of format {FORMAT} (found {found})", "make it again with this version")
-        where = "timeline"
         try:
-            lanes = []
-            for i, lane in enumerate(data["lanes"]):
-                where = f"lanes[{i}]"
-                sms, priority = lane.get("sms"), lane.get("priority", 0)
-                lanes.append(Lane(name=_str(lane["name"]), sms=sms and int(sms), priority=int(priority)))
-            tasks = []
-            for i, task in enumerate(data["tasks"]):
-                where = f"tasks[{i}]"
-                tasks.append(_task(task))
-            counters = []
-            for i, counter in enumerate(data.get("counters", ())):
-                where = f"counters[{i}]"
-                points = tuple((float(t), float(v)) for t, v in counter["points"])
-                counters.append(Counter(name=_str(counter["name"]), points=points, unit=counter.get("unit", "count")))
-            where = "timeline"
-            whole = data.get("whole")
-            return Document(
-                title=_str(data["title"]), source=data["source"], device=_str(data.get("device", "")),
-                lanes=tuple(lanes), tasks=tuple(tasks), counters=tuple(counters),
-                whole=whole and (float(whole[0]), float(whole[1])),
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError) as e:
-            raise _wrong(f"malformed timeline: {where}: {e!r}", "pass what Document.to_json() gave, unedited") from e
+            return decode(Document, data)
+        except ValueError as e:
+            raise _wrong(f"malformed timeline: {e}", "pass what Document.to_json() gave, unedited") from e
 
     @staticmethod
     def from_json(text: str) -> Document:
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as e:
-            raise _wrong(f"no timeline: the text is no JSON ({e})", "pass what Document.to_json() gave") from e
+            raise _wrong(f"not a timeline: the text is not JSON ({e})", "pass what Document.to_json() gave") from e
         return Document.from_dict(data if isinstance(data, dict) else {})
-
-
-def _task(data: Mapping[str, Any]) -> TimedTask:
-    rows, size = data.get("rows"), data.get("bytes")
-    return TimedTask(
-        name=_str(data["name"]), lane=_str(data["lane"]), start=float(data["start"]), end=float(data["end"]),
-        op=_str(data.get("op", "")), note=_str(data.get("note", "")),
-        micro_batches=tuple(int(m) for m in data.get("micro_batches", ())),
-        after=tuple(int(a) for a in data.get("after", ())),
-        tags=tuple(map(_str, data.get("tags", ()))),
-        reads=tuple(map(_str, data.get("reads", ()))),
-        writes=tuple(map(_str, data.get("writes", ()))),
-        uses={_str(r): float(u) for r, u in data.get("uses", {}).items()},
-        rows=None if rows is None else int(rows),
-        bytes=None if size is None else int(size),
-    )  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Document | TimedTask | Counter | Lane):
-        found = {}
-        for f in fields(value):
-            usual = f.default_factory() if f.default_factory is not MISSING else f.default
-            if (held := getattr(value, f.name)) != usual:
-                found[f.name] = _plain(held)
-        return found
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _str(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a string, found {value!r}")
-    return value
 
 
 def _wrong(what: str, advice: str) -> TimelineError:

@@ -14,9 +14,9 @@ from dynaflow.cost.simulate import simulate
 from dynaflow.engine.planner import Planner, PlanReady
 from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import RecordingError
-from dynaflow.lower.executable import Lowered
-from dynaflow.observe.recorded import Recorded
-from dynaflow.observe.recording import reported, unheard
+from dynaflow.lower.executable import Executable
+from dynaflow.observe.recorded_plan import RecordedPlan
+from dynaflow.observe.recording import private_recording, report_on
 from dynaflow.observe.report import Report
 from dynaflow.schedule.base import Sequential
 from dynaflow.tune.profile import Profiler
@@ -24,7 +24,7 @@ from dynaflow.tune.profile import Profiler
 WARM_UP, ROUNDS = 3, 9
 
 
-def reported_now(ready: PlanReady, planner: Planner, profile: Profile | None = None) -> Report:
+def report_now(ready: PlanReady, planner: Planner, profile: Profile | None = None) -> Report:
     plan, trials, device = ready.plan, ready.trials, ready.graph.graph.device
     try:
         snapshot = Snapshot(ready.graph, trials.args)
@@ -35,7 +35,7 @@ def reported_now(ready: PlanReady, planner: Planner, profile: Profile | None = N
         runs["sequence"] = planner.marked(trials.lowered(Sequential()))
         if len(plan.lanes) > 1 and not plan.partitioned:  # with shares no lane has the device for itself
             runs["row"] = planner.marked(ready.lowered, row=True)
-    found: dict[str, list[Recorded]] = {name: [] for name in runs}
+    found: dict[str, list[RecordedPlan]] = {name: [] for name in runs}
     grad = torch.is_grad_enabled() and ready.graph.graph.phase == "inference"
     cards = range(torch.cuda.device_count()) if device.type == "cuda" else []
     with torch.random.fork_rng(cards), torch.set_grad_enabled(grad):
@@ -54,11 +54,11 @@ def reported_now(ready: PlanReady, planner: Planner, profile: Profile | None = N
     if "row" in found:
         spans = [r.timed[0].spans for r in found["row"]]
         alone = [statistics.median(s[i][1] - s[i][0] for s in spans) for i in range(len(spans[0]))]
-    return reported(ours, calls=ROUNDS, sequence=sequence, alone=alone, predicted=_predicted(ready, profile))
+    return report_on(ours, calls=ROUNDS, sequence=sequence, alone=alone, predicted=_predicted(ready, profile))
 
 
-def _recorded(marked: Lowered, args: Sequence[Any], planner: Planner) -> Recorded:
-    with unheard() as recording:
+def _recorded(marked: Executable, args: Sequence[Any], planner: Planner) -> RecordedPlan:
+    with private_recording() as recording:
         recording.run(marked, list(args), planner)
     (recorded,) = recording.plans
     if not recorded.timed:
@@ -66,7 +66,7 @@ def _recorded(marked: Lowered, args: Sequence[Any], planner: Planner) -> Recorde
     return recorded
 
 
-def _seconds(recorded: Recorded) -> float:
+def _seconds(recorded: RecordedPlan) -> float:
     return recorded.timed[0].seconds
 
 

@@ -95,7 +95,7 @@ def _document(
     data = document.to_dict()
     places = {lane.name: i for i, lane in enumerate(document.lanes)}
     for task, given, level, held in zip(
-        data["tasks"], document.tasks, levels(document.tasks), summary.held, strict=True
+        data["tasks"], document.tasks, levels(document.tasks), summary.blocked_by, strict=True
     ):
         task |= {"lane": places[given.lane], "kind": number[kind(given)], "level": level, "held": held}
         task |= {"uses": {resource_in_words(name, document.device): u for name, u in given.uses.items()}}

@@ -26,26 +26,26 @@ from dynaflow.core.plan_text import Span
 from dynaflow.engine import recorder
 from dynaflow.engine.planner import Planner
 from dynaflow.errors import RecordingError, shown
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.lower.timing import Marks
 from dynaflow.observe.document import Document
-from dynaflow.observe.perfetto import Shown, join, trace_of
-from dynaflow.observe.recorded import Call, Recorded, count_of
+from dynaflow.observe.recorded_plan import Call, RecordedPlan, count_of
+from dynaflow.observe.recording_trace import Shown, join, trace_of
 from dynaflow.observe.report import Report, report_of
 
-KEPT = 64
-MOST_SPARE = 1 << 14
+CALLS_PER_PLAN = 64
+MAX_SPARE_EVENTS = 1 << 14
 
 _one = threading.Lock()
 
-AGAIN = "a CUDA graph tells the times of its last launch alone"
+LAST_LAUNCH_ONLY = "a CUDA graph tells the times of its last launch alone"
 
 
 @contextmanager
-def record(keep: int = KEPT) -> Iterator[Recording]:
+def record(keep: int = CALLS_PER_PLAN) -> Iterator[Recording]:
     """Records the calls of all compiled models, in all threads, until the block ends; of each plan the last `keep`."""
     keep = validate.integer(keep, "keep", "keep one call of each plan at least", least=1, error=RecordingError)
-    with unheard(keep) as recording:
+    with private_recording(keep) as recording:
         recorder.now = recording
         try:
             yield recording
@@ -54,7 +54,7 @@ def record(keep: int = KEPT) -> Iterator[Recording]:
 
 
 @contextmanager
-def unheard(keep: int = KEPT) -> Iterator[Recording]:
+def private_recording(keep: int = CALLS_PER_PLAN) -> Iterator[Recording]:
     """A recording that no model knows of: it holds what is run through it, and nothing of other threads."""
     if not _one.acquire(blocking=False):  # a graph has one set of events: what two recordings would read
         raise RecordingError("a recording is on already", advice="one serves all models and threads: let it end first")
@@ -85,7 +85,7 @@ class RawCall(NamedTuple):
 class Recording:
     """What `record` gives. Its calls can be read when it has ended."""
 
-    def __init__(self, keep: int = KEPT) -> None:
+    def __init__(self, keep: int = CALLS_PER_PLAN) -> None:
         self.began, self._wall = time.perf_counter(), time.time()
         self.ended: float | None = None
         self.others: Counts[str] = Counts()
@@ -93,19 +93,19 @@ class Recording:
         self._keep = keep
         self._lock = forks.lock()
         self.raw_calls: dict[object, deque[RawCall]] = {}
-        self.bases: dict[torch.device, tuple[Any, float]] = {}
+        self.clock_events: dict[torch.device, tuple[Any, float]] = {}
         """By device: an event, and the host's time at which it was."""
-        self._plans: list[Recorded] = []
+        self._plans: list[RecordedPlan] = []
 
     # While it is on
 
-    def run(self, marked: Lowered, args: list[Any], planner: Planner) -> Any:
+    def run(self, marked: Executable, args: list[Any], planner: Planner) -> Any:
         """Runs a plan that takes marks, and notes them."""
         marks = marked.marks
         assert marks is not None
         device = marks.device
-        if marks.cuda and device not in self.bases:
-            self.bases[device] = _base(device)
+        if marks.cuda and device not in self.clock_events:
+            self.clock_events[device] = _clock_event(device)
         moments = [] if marks.own else take_events(marks.count, device) if marks.cuda else [0.0] * marks.count
         args.append(moments)
         begin = time.perf_counter()
@@ -119,7 +119,7 @@ class Recording:
                 kept = self.raw_calls.setdefault(marks.key, deque())
                 kept.append(raw)
                 if len(kept) > self._keep:
-                    _give(kept.popleft())
+                    _return_events(kept.popleft())
         return results
 
     def missed(self, reason: str) -> None:
@@ -129,27 +129,27 @@ class Recording:
     def _end(self) -> None:
         with self._lock:
             self.ended = time.perf_counter()
-        for device in tuple(self.bases):  # a call that began before may still add one
+        for device in tuple(self.clock_events):  # a call that began before may still add one
             torch.cuda.synchronize(device)
         groups: dict[Any, tuple[list[Call], RawCall]] = {}
         read: set[int] = set()
         for raw in sorted((raw for kept in self.raw_calls.values() for raw in kept), key=lambda raw: -raw.begin):
             call = self._call(raw, read)
             groups.setdefault((id(raw.owner), call.phase, call.plan), ([], raw))[0].append(call)
-        self._plans = [Recorded(calls[::-1], raw.marks, raw.owner) for calls, raw in groups.values()]
+        self._plans = [RecordedPlan(calls[::-1], raw.marks, raw.owner) for calls, raw in groups.values()]
         self._plans.sort(key=lambda plan: plan.calls[0].begin)
         for kept in self.raw_calls.values():
             for raw in kept:
-                _give(raw)
+                _return_events(raw)
         self.raw_calls.clear()
-        self.bases.clear()
+        self.clock_events.clear()
 
     def _call(self, raw: RawCall, read: set[int]) -> Call:
         """`read`: the marks of later calls, which a graph's launches have in common."""
         spans: tuple[Span, ...] = ()
         note = ""
         if id(raw.moments[0]) in read and raw.marks.own:
-            note = AGAIN
+            note = LAST_LAUNCH_ONLY
         else:
             read.add(id(raw.moments[0]))
             try:
@@ -165,7 +165,7 @@ class Recording:
     def _times(self, raw: RawCall) -> list[float]:
         if isinstance(raw.moments[0], float):
             return [moment - self.began for moment in raw.moments]
-        base, at = self.bases[raw.marks.device]
+        base, at = self.clock_events[raw.marks.device]
         first = raw.moments[raw.marks.spans[0][0]]  # a difference is a float32: small ones are exact
         start = at - self.began + base.elapsed_time(first) / 1e3
         return [start + first.elapsed_time(moment) / 1e3 for moment in raw.moments]
@@ -173,7 +173,7 @@ class Recording:
     # When it has ended
 
     @property
-    def plans(self) -> tuple[Recorded, ...]:
+    def plans(self) -> tuple[RecordedPlan, ...]:
         """The calls, plan by plan, in the order of their first ones."""
         if self.ended is None:
             raise RecordingError("the recording is still on", advice="read it behind the `with` block")
@@ -217,7 +217,7 @@ class Recording:
         like = (most.plan.graph, most.plan.batch_size)
         uncut = [p for p in found if p.plan.sequential and (p.plan.graph, p.plan.batch_size) == like]
         sequence = uncut[0].median.seconds if uncut and uncut[0].median else None
-        return reported(most, sequence=sequence)
+        return report_on(most, sequence=sequence)
 
     def __str__(self) -> str:
         if self.ended is None:
@@ -229,14 +229,14 @@ class Recording:
         return "\n".join([head, *map(str, plans), *missed])
 
 
-def reported(recorded: Recorded, **known: Any) -> Report:
+def report_on(recorded: RecordedPlan, **known: Any) -> Report:
     """The report on a plan's median call."""
     issued = recorded.host if recorded.device.type != "cpu" else None
     known = {"calls": len(recorded.calls), **known}
     return report_of(recorded.timeline, after=_data_order(recorded), host=issued, **known)
 
 
-def _data_order(recorded: Recorded) -> list[list[int]] | None:
+def _data_order(recorded: RecordedPlan) -> list[list[int]] | None:
     """Of each task: those that it needs something of, whichever lane they are on."""
     if recorded.plan.sequential:
         return None
@@ -260,7 +260,7 @@ def _data_order(recorded: Recorded) -> list[list[int]] | None:
     return found
 
 
-def _base(device: torch.device) -> tuple[Any, float]:
+def _clock_event(device: torch.device) -> tuple[Any, float]:
     """An event on an idle device is over as soon as it is recorded: that is where both clocks meet."""
     torch.cuda.synchronize(device)
     with torch.cuda.device(device):
@@ -285,12 +285,12 @@ def take_events(count: int, device: torch.device) -> list[Any]:
     return taken + [_torch.timing_event() for _ in range(count - len(taken))]
 
 
-def _give(raw: RawCall) -> None:
+def _return_events(raw: RawCall) -> None:
     """Takes a call's marks back, but not those of a graph, which records them again."""
     device = raw.marks.device
     if raw.marks.cuda and not raw.marks.own:
         with _spare:
-            if len(spare_events[device]) < MOST_SPARE:
+            if len(spare_events[device]) < MAX_SPARE_EVENTS:
                 spare_events[device].extend(raw.moments)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dynaflow.core.critical_path import longest_chains
 from dynaflow.core.plan_text import Span, on_cpu, resource_in_words
 from dynaflow.observe.document import Document, TimedTask
 from dynaflow.observe.summary import kind, union
@@ -234,10 +235,7 @@ def _path(tasks: Sequence[TimedTask], lengths: Sequence[float], after: Sequence[
             orders.append([*task.after, *([last[task.lane]] if task.lane in last else [])])
             last[task.lane] = i
         after = orders
-    ends: list[float] = []
-    for i, length in enumerate(lengths):
-        ends.append(length + max((ends[a] for a in after[i] if a < i), default=0.0))
-    return max(ends, default=0.0)
+    return max(longest_chains(lengths, after), default=0.0)
 
 
 def _resources(tasks: Sequence[TimedTask], lengths: Sequence[float], seconds: float) -> dict[str, float]:

@@ -42,7 +42,7 @@ class LaneUse:
 class Summary:
     """Times are in the document's unit."""
 
-    held: tuple[int, ...]
+    blocked_by: tuple[int, ...]
     """For each task, the one whose end let it start; -1 if there is none."""
     path: tuple[int, ...]
     """The critical path: each task was held up by the one before, and the last one ends the run."""
@@ -58,27 +58,27 @@ def kind(task: TimedTask) -> str:
 
 
 def summarize(document: Document) -> Summary:
-    held = _held(document)
-    path = _path(document, held)
+    blocked_by = _blocked_by(document)
+    path = _path(document, blocked_by)
     on_path = _shares([(kind(document.tasks[i]), document.tasks[i].seconds) for i in path])
     running = math.fsum(end - start for start, end in union(_span(document.tasks[i]) for i in path))
     return Summary(
-        held=held,
+        blocked_by=blocked_by,
         path=path,
         on_path=on_path,
         waiting=max(0.0, document.length - running) if path else 0.0,
-        lanes=tuple(_use(document, lane.name, held) for lane in document.lanes),
+        lanes=tuple(_use(document, lane.name, blocked_by) for lane in document.lanes),
     )
 
 
-def _held(document: Document) -> tuple[int, ...]:
+def _blocked_by(document: Document) -> tuple[int, ...]:
     """Of the tasks that one waits for, and the one before it on its lane, the one that ended last."""
     tasks, near = document.tasks, SAME * document.length
 
     def earlier(a: int, b: int) -> bool:
         return (tasks[a].start, a) < (tasks[b].start, b)  # so that no path goes in a circle, whatever a clock says
 
-    held = [-1] * len(tasks)
+    blocked_by = [-1] * len(tasks)
     running: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     ended: dict[str, tuple[float, float, int]] = {}
     for i in sorted(range(len(tasks)), key=lambda i: (tasks[i].start, i)):
@@ -90,23 +90,23 @@ def _held(document: Document) -> tuple[int, ...]:
         for a in task.after:
             if earlier(a, i) and (best < 0 or tasks[a].end > tasks[best].end + near):
                 best = a
-        held[i] = best
+        blocked_by[i] = best
         heappush(on, (task.end, task.start, i))
-    return tuple(held)
+    return tuple(blocked_by)
 
 
-def _path(document: Document, held: Sequence[int]) -> tuple[int, ...]:
+def _path(document: Document, blocked_by: Sequence[int]) -> tuple[int, ...]:
     if not document.tasks:
         return ()
-    at = max(range(len(held)), key=lambda i: (document.tasks[i].end, i))
+    at = max(range(len(blocked_by)), key=lambda i: (document.tasks[i].end, i))
     found = []
     while at >= 0:
         found.append(at)
-        at = held[at]
+        at = blocked_by[at]
     return tuple(reversed(found))
 
 
-def _use(document: Document, lane: str, held: Sequence[int]) -> LaneUse:
+def _use(document: Document, lane: str, blocked_by: Sequence[int]) -> LaneUse:
     tasks = document.tasks
     own = sorted((i for i, t in enumerate(tasks) if t.lane == lane), key=lambda i: (tasks[i].start, i))
     busy = math.fsum(end - start for start, end in union(_span(tasks[i]) for i in own))
@@ -114,7 +114,7 @@ def _use(document: Document, lane: str, held: Sequence[int]) -> LaneUse:
     now = document.begin
     for i in own:
         if tasks[i].start - now > SAME * document.length:
-            cause = tasks[held[i]] if held[i] >= 0 else None
+            cause = tasks[blocked_by[i]] if blocked_by[i] >= 0 else None
             if cause is not None and cause.lane != lane:
                 name = f"waiting for {kind(cause)} on {cause.lane}"
             else:

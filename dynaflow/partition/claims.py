@@ -1,4 +1,13 @@
-"""Which nodes of a graph the rules and marks want as operators, and under which names."""
+"""Matches rules and marks with nodes: which nodes become one operator, and under which name.
+
+*Contract.* Consumes the nodes that compute, their probe, and the rules. Returns a claim, or None, for each node.
+Changes nothing. Raises PartitionError for a rule that matches nothing, if the graph is the whole model.
+
+1. match:       the innermost matching module, mark or function gives each node a claim.
+2. state:       nodes that write state shared by all rows get a claim of their own.
+3. collectives: a collective and the wait for its result share a claim.
+4. promises:    `splittable=True` is void for a region with another operator that mixes rows.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +32,7 @@ from dynaflow.partition.rules import Rule, SplitFunc, SplitModule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A rule's wish for a node. Nodes with equal keys are to be one operator."""
+    """A rule's claim to a node. Nodes with equal keys become one operator."""
 
     key: tuple[str, ...]
     name: str
@@ -32,6 +41,7 @@ class Claim:
 
 
 def claim(work: list[fx.Node], probe: Probe, rules: Sequence[Rule], complete: bool) -> dict[fx.Node, Claim | None]:
+    # 1. match
     claims: dict[fx.Node, Claim | None] = {}
     unused = [rule for rule in rules if not rule.optional]
     regions = _mark_regions(work)
@@ -39,23 +49,26 @@ def claim(work: list[fx.Node], probe: Probe, rules: Sequence[Rule], complete: bo
         claims[node] = _claim_node(node, rules, unused, regions)
     if unused and complete:
         raise _no_match(unused[0], work)
+    # 2. state
     makers = {s: claims[n] for n in work for s in probe.facts[n].made}
     for node in work:
         if _writes_shared_state(node, probe, makers, claims[node]):
             claims[node] = _state_claim(node, claims[node])
+    # 3. collectives
     for place, node in enumerate(work):
         if (collective := waited(node)) is not None:
-            if claims[collective] is None and work[place - 1] is not collective:  # something else may come in between
+            if claims[collective] is None and work[place - 1] is not collective:  # another node may come in between
                 stack = module_stack(collective)
                 name = _below(stack, target_names(collective)[0])
                 claims[collective] = Claim(key=("func", collective.name), name=name, tags=frozenset(), splittable=None)
             claims[node] = claims[collective]
-    broken = _cut_inside(work, claims, probe)
+    # 4. promises
+    broken = _broken_regions(work, claims, probe)
     return {n: replace(c, splittable=None) if c and c.splittable and c.key in broken else c for n, c in claims.items()}
 
 
-def _cut_inside(work: list[fx.Node], claims: dict[fx.Node, Claim | None], probe: Probe) -> set[tuple[str, ...]]:
-    """Regions that hold another operator which mixes rows. That it runs whole breaks any promise about their rows."""
+def _broken_regions(work: list[fx.Node], claims: dict[fx.Node, Claim | None], probe: Probe) -> set[tuple[str, ...]]:
+    """Regions that contain another operator which mixes rows. As that runs whole, their `splittable=True` is void."""
     broken: set[tuple[str, ...]] = set()
     for node in work:
         claim = claims[node]
@@ -66,7 +79,7 @@ def _cut_inside(work: list[fx.Node], claims: dict[fx.Node, Claim | None], probe:
 
 
 def is_inside(node: fx.Node, key: tuple[str, ...]) -> bool:
-    """Whether a node lies in the region of a claim, though another rule may have cut it out."""
+    """Whether a node is in the region of a claim, even if another rule claims the node."""
     kind, *where = key
     if kind == "module":
         return where[0] in module_calls(node)
@@ -74,7 +87,7 @@ def is_inside(node: fx.Node, key: tuple[str, ...]) -> bool:
 
 
 def _mark_regions(work: list[fx.Node]) -> dict[str, list[str]]:
-    """For each entry of a mark: the calls of modules that hold all of it, outermost first."""
+    """For each marked region: the module calls that enclose all of it, outermost first."""
     regions: dict[str, list[str]] = {}
     for node in work:
         calls = module_calls(node)
@@ -130,28 +143,30 @@ def type_name(kind: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Site:
-    """A call that a SplitFunc matches: the modules around it, by number, and what tells it from other calls."""
+    """A call that a SplitFunc matches."""
 
     name: str
     depth: int
+    """Number of modules around it."""
     frames: tuple[str, ...]
+    """Distinguishes it from other calls."""
 
 
 def _called(rule: SplitFunc, node: fx.Node, stack: list[tuple[str, type]]) -> _Site | None:
-    """Where the rule's function was called, if `node` is or comes from that call."""
+    """The call of the rule's function that `node` is, or comes from."""
     call, called = node.meta.get(ORIGIN, ("", None))
     if call and rule.matches_call(called):
         return _Site(name=names_of(called)[0], depth=len(stack), frames=(call,))
     if rule.matches(node):
         return _Site(name=target_names(node)[0], depth=len(stack), frames=(node.name,))
-    if isinstance(rule.match, types.FunctionType):  # Dynamo inlined it: its nodes remember the frames
+    if isinstance(rule.match, types.FunctionType):  # Dynamo inlined it: stack traces have its frames
         frames = (node.meta.get("stack_trace") or "").split('File "')[1:]
         depth = 0
         for i, frame in enumerate(frames):
             if _is_frame_of(rule.match, frame):
                 lines = tuple(f.split("\n")[0] for f in frames[:i])
                 return _Site(name=rule.match.__name__, depth=depth, frames=lines)
-            # torch's own modules leave no frame: step over them
+            # torch's own modules have no frame: skip them
             inner = range(depth, len(stack))
             depth = next((d + 1 for d in inner if _is_frame_of(getattr(stack[d][1], "forward", None), frame)), depth)
     return None
@@ -180,14 +195,14 @@ def _no_match(rule: Rule, work: list[fx.Node]) -> PartitionError:
 
 
 def _writes_shared_state(node: fx.Node, probe: Probe, makers: dict[int, Claim | None], claim: Claim | None) -> bool:
-    """A counter, a running statistic: written once for all rows, never once for each micro-batch."""
+    """Whether the node writes a counter or a running statistic: once for all rows, not for each micro-batch."""
     fact = probe.facts[node]
     inside = {s for s in fact.writes if s in makers and makers[s] == claim}
     return bool(fact.writes - inside - {RNG}) and not fact.refusals and has_no_rows(node, probe)
 
 
 def has_no_rows(node: fx.Node, probe: Probe) -> bool:
-    """Nothing that goes into the node or comes out of it carries the batch."""
+    """Whether none of the node's arguments and results carries the batch."""
     tensors = [n for n in (*node.all_input_nodes, node) if isinstance(probe.facts[n].value, torch.Tensor)]
     return not any(dim is not None for n in tensors for dim in probe.dims(n))
 
@@ -195,7 +210,7 @@ def has_no_rows(node: fx.Node, probe: Probe) -> bool:
 def _state_claim(node: fx.Node, claim: Claim | None) -> Claim:
     stack = module_stack(node)
     owner = claim.name if claim else (stack[-1][0] if stack else "model")
-    if node.target is torch.ops.dynaflow.update.default:  # each is worth a lane of its own
+    if node.target is torch.ops.dynaflow.update.default:  # a scheduler may place each by itself
         return Claim(key=(UPDATE, node.name), name=f"{owner}.{UPDATE}", tags=frozenset({UPDATE}), splittable=None)
     key = ("state", *(claim.key if claim else (owner,)))
     return Claim(key=key, name=f"{owner}.state", tags=frozenset({"state"}), splittable=None)

@@ -1,4 +1,4 @@
-"""The partitioned graph as data: operators, the values between them, and what may be done to each."""
+"""The partitioned graph as data: operators, and the values between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import sympy
 from torch import fx
 
-from dynaflow.capture.batch_analysis.probe import End
+from dynaflow.capture.batch_analysis.probe import OutVariant
 from dynaflow.capture.captured_graph import CapturedGraph, Shape
 
 
@@ -20,18 +20,18 @@ class Value:
     index: int
     name: str
     dims: tuple[int | None, ...]
-    """On which dim it carries the rows of the batch (and, second, the requests of a ragged one)."""
+    """For each batch axis (rows; then requests of a ragged batch), the dim that carries it."""
     merged: bool = False
-    """On that dim the rows lie behind another dim that was merged into theirs: parts are cut and joined by copies."""
+    """On that dim the rows are merged with a dim before them, as in (s * rows,): cutting and joining take copies."""
     shape: Shape | None
     storage: int | None
-    """The memory behind it, as `Op.touches` numbers it."""
+    """Its storage, as numbered in `Op.accesses`."""
     input: int | None = None
     """Position among the graph's inputs, if it is one."""
-    end: End | None = None
-    """How it is made, where its maker can write it straight into memory given from outside."""
+    out_variant: OutVariant | None = None
+    """How its operator can write it into given memory, if it can."""
     fresh: bool = True
-    """Its maker always gives it memory of its own; never, for some size, that of what it was made from."""
+    """It has memory of its own for all sizes. If not, it may share that of an argument for some sizes."""
 
     @property
     def carries_batch(self) -> bool:
@@ -40,7 +40,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Op:
-    """A schedulable piece of the model."""
+    """An operator: the unit of scheduling."""
 
     index: int
     name: str
@@ -50,24 +50,24 @@ class Op:
     symbols: tuple[sympy.Expr, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    touches: tuple[tuple[int, bool], ...]
-    """Storages that it reads (False) or writes (True), of those that anyone writes."""
+    accesses: tuple[tuple[int, bool], ...]
+    """Storages that it reads (False) or writes (True), of those that are written or cross operators."""
     after: tuple[int, ...]
-    """Operators that come before it for the sake of a value or of memory."""
-    follows: tuple[int, ...]
-    """Operators that have run for all earlier micro-batches when it runs for one. It may be among them itself."""
+    """Operators that must run before it, for a value or for memory."""
+    serial_after: tuple[int, ...]
+    """Operators that must have run for all earlier micro-batches before it runs for one. It may be one of them."""
     shared: bool
-    """No row of the batch takes part: it runs once."""
+    """It reads and makes no rows of the batch: it runs once."""
     refusal: str | None
-    """Why it can't be split, if it can't: then it runs once, for all rows."""
+    """Why it can't be split: then it runs once, for all rows."""
     line: str | None
-    """The line of the model where it starts, or where the rows are mixed."""
+    """The line of the model where it starts, or where it mixes rows."""
     functions: tuple[str, ...] = field(default=(), repr=False)
-    """The calls that it holds, by name and in order."""
+    """Names of its calls, in order."""
     groups: tuple[str, ...] = ()
-    """The process groups in which it makes ranks meet."""
-    keeps: bool = False
-    """It changes a state that no value shows (see `by_rows`): run again, it would go on from there."""
+    """Process groups of its collectives."""
+    has_hidden_state: bool = False
+    """It changes state that is no value of the graph (see `by_rows`): a second run continues from there."""
 
     @property
     def splittable(self) -> bool:
@@ -82,44 +82,44 @@ class Result:
     """One of the graph's results."""
 
     dim: int | None = None
-    """On which dim it carries the rows of the batch."""
+    """The dim that carries the rows of the batch."""
     shape: Shape | None = None
-    """Of a tensor."""
+    """None for a number."""
     storages: frozenset[int] = frozenset()
     input: int | None = None
     """Position among the graph's inputs, if it is one."""
     number: sympy.Basic | None = None
-    """What a number stands for, if it follows from sizes."""
+    """The expression of a number that follows from sizes."""
     passed: bool = False
-    """From one pass of training to the other, or to autograd, and not to the caller."""
+    """Passed to the other pass of training, or to autograd, and not to the caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixing:
-    """Something in a graph that more rows would change for the rows that are there."""
+class RowMixing:
+    """Something in a graph by which additional rows, such as padding, change the results of other rows."""
 
     op: str | None
-    """None if it is a view, or a number, among the results."""
+    """None for a view, or a number, among the results."""
     reason: str
     line: str | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpGraph:
-    """All operators in an order that respects their dependencies, and how the results are put together."""
+    """All operators, in an order that respects their dependencies, and how the results are made."""
 
     graph: CapturedGraph
-    spaces: tuple[frozenset[sympy.Symbol], ...]
+    batch_axes: tuple[frozenset[sympy.Symbol], ...]
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     outputs: tuple[int, ...]
-    """The values that `ending` takes, for the whole batch."""
-    ending: fx.GraphModule | None
-    """Views and numbers among the results, made from `outputs`; None when `outputs` are the results."""
-    ending_symbols: tuple[sympy.Expr, ...] = ()
+    """The values that `epilogue` takes, for the whole batch."""
+    epilogue: fx.GraphModule | None
+    """Makes views and numbers among the results from `outputs`; None if `outputs` are the results."""
+    epilogue_symbols: tuple[sympy.Expr, ...] = ()
     results: tuple[Result, ...] = ()
-    mixing: Mixing | None = None
-    """The first operator, or result, that does not treat each row by itself."""
+    row_mixing: RowMixing | None = None
+    """The first operator, or result, that does not treat rows independently."""
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
@@ -127,26 +127,26 @@ class OpGraph:
 
     @cached_property
     def other_symbols(self) -> tuple[sympy.Symbol, ...]:
-        """The sizes that may change from call to call and do not stand for the batch."""
-        idle = [self.graph.inputs[n].symbol.free_symbols for n in self.graph.idle]  # type: ignore[union-attr]
-        return tuple(sorted(set(self.graph.hints).difference(*self.spaces, *idle), key=str))
+        """Symbols of sizes that may change from call to call, other than the batch."""
+        unused = [self.graph.inputs[n].symbol.free_symbols for n in self.graph.unused_numbers]  # type: ignore[union-attr]
+        return tuple(sorted(set(self.graph.hints).difference(*self.batch_axes, *unused), key=str))
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """Storages that some operator writes."""
-        return frozenset(s for op in self.ops for s, writes in op.touches if writes)
+        """Storages that an operator writes."""
+        return frozenset(s for op in self.ops for s, writes in op.accesses if writes)
 
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal partitions of equal graphs, in any process."""
         text = [self.graph.gm.code]
         for op in self.ops:
-            text.append(f"{op.name} {op.reads} {op.writes} {op.touches} {op.after} {op.follows} {op.splittable}")
+            text.append(f"{op.name} {op.reads} {op.writes} {op.accesses} {op.after} {op.serial_after} {op.splittable}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     @cached_property
     def identity(self) -> str:
-        """Equal when a scheduler sees equal graphs: the fingerprint alone covers no tags, sizes or types."""
+        """Equal if a scheduler sees equal graphs: adds tags, sizes and dtypes to the fingerprint."""
         ops = [f"{sorted(op.tags)} {op.shared} {op.refusal} {op.functions}" for op in self.ops]
         shapes = {shape: str(shape) for shape in {v.shape for v in self.values}}  # few distinct ones, slow to print
         values = [f"{v.name} {v.dims} {shapes[v.shape]}" for v in self.values]

@@ -1,10 +1,14 @@
-"""Cuts a captured graph into operators, where the rules say.
+"""Cuts a captured graph into operators, as the rules say.
 
-1. claim:  which nodes does a rule or a mark want, and under which name (claims.py).
-2. order:  which node must come after which: by data, and by memory that one of them writes.
-3. group:  nodes of one name join one operator as long as that forms no cycle; what nobody claims becomes the
-           operators between, one for each connected run.
-4. build:  each group becomes a small graph of its own (pieces.py).
+*Contract.* Consumes a captured graph, its probe and the rules. Returns an OpGraph whose operators, in order, compute
+what the
+graph does. Does not change the captured graph. Raises PartitionError if a rule of a whole model matches nothing.
+
+1. claim:  which nodes a rule or a mark wants, and under which name (`claims`).
+2. order:  which node must come after which: by data, by memory that one of them writes, by declared state.
+3. group:  nodes of one claim join one operator unless that forms a cycle; each connected run of unclaimed nodes becomes
+an operator too. Nodes that mix rows are kept apart from those that don't, which can be split.
+4. build:  each group becomes an operator with a graph of its own (`build`).
 """
 
 from __future__ import annotations
@@ -20,29 +24,34 @@ from torch import fx
 from dynaflow.capture.batch_analysis.probe import NodeFacts, Probe
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.op_registry import followed
-from dynaflow.partition.build import Build, Group, bases_of, is_region, is_spread
+from dynaflow.partition.build import build
 from dynaflow.partition.claims import Claim, claim
+from dynaflow.partition.grouped_graph import Group, bases_of, is_dtensor, is_region
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.partition.rules import Rule
 
 WEIGHTS = "weights"
-"""In a backward pass: the part of an operator, and its tag, that makes gradients of weights."""
+"""In a backward pass: the suffix and tag of operators that compute gradients of weights."""
 
 
 def partition(graph: CapturedGraph, probe: Probe, rules: Sequence[Rule], *, complete: bool) -> OpGraph:
-    """`complete`: the graph is the whole model, so a rule that matches nothing in it is a mistake."""
+    """`complete`: the graph is the whole model, so a rule that matches nothing in it is an error."""
+    # 1. claim
     work = [n for n in graph.gm.graph.nodes if _is_work(n, probe.facts)]
     claims = claim(work, probe, rules, complete)
+    # 2. order
     follows = followed(graph.gm.graph)
     after = _order(work, probe, follows)
+    # 3. group
     if graph.phase == "backward":
-        claims = _weights_apart(work, _without_promises(claims), after, probe)
+        claims = _claim_weight_gradients(work, _without_declarations(claims), after, probe)
     groups = _group(work, claims, after, probe)
-    return Build(graph, probe, groups, after, follows).result()
+    # 4. build
+    return build(graph, probe, groups, after, follows)
 
 
 def _is_work(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
-    """Nodes that compute. The others (inputs, views, sizes, regions) are redone wherever they are needed."""
+    """Whether the node computes. Others (inputs, views, sizes, regions) are recomputed wherever they are used."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
     fact = facts[node]
@@ -55,7 +64,7 @@ def _is_work(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
 def _order(
     work: list[fx.Node], probe: Probe, follows: dict[fx.Node, list[fx.Node]]
 ) -> dict[fx.Node, set[fx.Node]]:
-    """Direct predecessors of every node, by value, by memory, and by state that was declared."""
+    """Direct predecessors of each node: by value, by memory, and by declared state."""
     facts = probe.facts
     after: dict[fx.Node, set[fx.Node]] = {}
     written = {s for n in work for s in facts[n].writes}
@@ -80,15 +89,15 @@ def _order(
     return after
 
 
-def _without_promises(claims: dict[fx.Node, Claim | None]) -> dict[fx.Node, Claim | None]:
-    """`splittable=True` says that forward treats each row by itself. Gradients of weights are summed over rows."""
+def _without_declarations(claims: dict[fx.Node, Claim | None]) -> dict[fx.Node, Claim | None]:
+    """Drops `splittable=True`, which holds for the forward pass: gradients of weights are summed over rows."""
     return {n: replace(claim, splittable=None) if claim and claim.splittable else claim for n, claim in claims.items()}
 
 
-def _weights_apart(
+def _claim_weight_gradients(
     work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]], probe: Probe
 ) -> dict[fx.Node, Claim | None]:
-    """Of each claim, what sums over rows for the gradients of weights is an operator of its own, and runs whole."""
+    """Gives the nodes of a claim that sum over rows, for gradients of weights, a claim of their own. They run whole."""
     runs: dict[tuple[str, ...], list[fx.Node]] = defaultdict(list)
     for node in work:
         if (claim := claims[node]) is not None and claim.splittable is None:
@@ -97,7 +106,7 @@ def _weights_apart(
     for run in runs.values():
         apart = _mixing(run, after, probe)
         for node in run:
-            if after[node] & apart and not any(dim is not None for dim in probe.dims(node)):  # made of nothing else
+            if after[node] & apart and not any(dim is not None for dim in probe.dims(node)):  # no rows of its own
                 apart.add(node)
         for node in apart:
             claim = claims[node]
@@ -114,7 +123,7 @@ def _group(
     work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]], probe: Probe
 ) -> list[Group]:
     groups: list[Group] = []
-    ancestors: list[int] = []  # a bit mask of the groups that come before each
+    ancestors: list[int] = []  # bit masks of the groups before each group
     home: dict[fx.Node, int] = {}
     current: dict[Any, int] = {}
     keys = _keys(work, claims, after, probe)
@@ -143,7 +152,7 @@ def _group(
 def _keys(
     work: list[fx.Node], claims: dict[fx.Node, Claim | None], after: dict[fx.Node, set[fx.Node]], probe: Probe
 ) -> dict[fx.Node, Any]:
-    """What is to be one operator has one key: a claim's, or that of a run of nodes between claims."""
+    """A key for each node. Nodes of one operator share a key: a claim's, or that of a run of unclaimed nodes."""
     runs: list[list[fx.Node]] = [[]]
     for node in work:
         if claims[node] is None:
@@ -158,25 +167,25 @@ def _keys(
 
 
 def _mixing(run: list[fx.Node], after: dict[fx.Node, set[fx.Node]], probe: Probe) -> set[fx.Node]:
-    """The nodes of a run that mix rows, and those on the way from one to another: they run whole, the rest need not.
+    """The nodes of a run that mix rows, and those between them: they run whole, the others need not.
 
-    Those that make or read a DTensor as well: none may go from one operator to another.
+    Nodes that make or read a DTensor are included: a DTensor must not cross operators.
     """
     inside = set(run)
     facts = probe.facts
-    refuses = {n for n in run if facts[n].refusals or any(is_spread(a, facts) for a in (n, *n.all_input_nodes))}
-    behind, ahead = set(refuses), set(refuses)
+    refuses = {n for n in run if facts[n].refusals or any(is_dtensor(a, facts) for a in (n, *n.all_input_nodes))}
+    below, above = set(refuses), set(refuses)
     for node in run:
-        if after[node] & behind:
-            behind.add(node)
+        if after[node] & below:
+            below.add(node)
     for node in reversed(run):
-        if node in ahead:
-            ahead |= after[node] & inside
-    return behind & ahead
+        if node in above:
+            above |= after[node] & inside
+    return below & above
 
 
 def _components(group: Group, after: dict[fx.Node, set[fx.Node]]) -> list[Group]:
-    """An unclaimed run may hold unrelated work: each connected part is its own operator."""
+    """Divides an unclaimed run into its connected components."""
     if group.claim is not None:
         return [group]
     inside = set(group.nodes)
@@ -197,7 +206,7 @@ def _components(group: Group, after: dict[fx.Node, set[fx.Node]]) -> list[Group]
 
 
 def _sorted(groups: list[Group], after: dict[fx.Node, set[fx.Node]]) -> list[Group]:
-    """Dependencies first; among the ready, the one that starts first in the model."""
+    """Topological order; among ready groups, the one that starts first in the model."""
     order = {n: i for i, n in enumerate(after)}
     home = {n: g for g, group in enumerate(groups) for n in group.nodes}
     deps = [{home[d] for n in group.nodes for d in after[n]} - {g} for g, group in enumerate(groups)]

@@ -1,4 +1,4 @@
-"""Where the graph may be cut: rules on module paths and functions."""
+"""The user's rules: which modules and functions become operators."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class SplitModule:
     """Each call of a matching module becomes one operator, named by the module's path.
 
     `match` is a glob on the path ("*.self_attn"), a compiled regular expression, or a module class.
-    `splittable` overrules the analysis: True when the module treats every row of the batch by itself though
-    dynaflow can't see it (sorted expert tokens, custom kernels), False to keep it whole. A rule that matches nothing
-    in a model is an error, unless it is `optional`.
+    `splittable` overrides the analysis: True if the module treats the rows of the batch independently in a way that the
+    analysis can't see (sorted expert tokens, custom kernels), False to keep it whole. A rule that matches nothing in a
+    model is an error, unless it is `optional`.
     """
 
     match: str | re.Pattern[str] | type[nn.Module]
@@ -58,12 +58,11 @@ class SplitModule:
 class SplitFunc:
     """Each matching call becomes one operator.
 
-    Calls of a Python function that torch.compile inlines are told apart by where they are made: a loop that calls
-    it from one line makes one operator, unless other operators lie between. `mark` tells those apart as well.
+    Calls of a Python function that torch.compile inlines are distinguished by their line: a loop that calls it from one
+    line makes one operator, unless other operators come in between. `mark` distinguishes these calls too.
     `match` is an operator (`torch.ops.aten.mm`, any overload or one), a Python function
-    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*"). Collectives, torch's own
-    and those that were declared, are also called "collective::NAME". One of torch's and the wait for its result are one
-    call.
+    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*"). Collectives, torch's
+    and declared ones, also match "collective::NAME". A functional collective and the wait for its result are one call.
     """
 
     match: Any
@@ -105,25 +104,21 @@ def _check_flags(rule: Rule) -> None:
         raise PartitionError(
             f"{rule}: splittable={shown(rule.splittable)}, optional={shown(rule.optional)}",
             line=user_line(),
-            advice="pass True or False; splittable=None leaves it to the analysis",
+            advice="pass True or False; splittable=None leaves the decision to the analysis",
         )
 
 
 def _same_operator(target: Any, wanted: Any) -> bool:
-    """torch.ops.aten.mm stands for all its overloads; F.linear for torch._C._nn.linear, and the like."""
+    """torch.ops.aten.mm matches all its overloads; F.linear matches torch._C._nn.linear, and so on."""
     packet = getattr(target, "overloadpacket", None)
     if packet is not None and packet is wanted:
         return True
     if isinstance(target, str):  # a method call: torch.Tensor.view, or torch.relu for x.relu()
         return getattr(wanted, "__name__", None) == target and getattr(torch.Tensor, target, None) is wanted
     name = getattr(wanted, "__name__", None)
-    return name is not None and getattr(target, "__name__", None) == name and _is_torch(target) and _is_torch(wanted)
-
-
-def _is_torch(function: Any) -> bool:
-    """Torch's own, and not an operator of another library, which lives in torch._ops as well."""
-    module = getattr(function, "__module__", None) or "torch"
-    return module.split(".")[0] == "torch" and (not module.startswith("torch._ops.") or module == "torch._ops.aten")
+    if name is None or getattr(target, "__name__", None) != name:
+        return False
+    return _torch.is_torchs_own(target) and _torch.is_torchs_own(wanted)
 
 
 def _show(match: Any) -> str:

@@ -57,11 +57,6 @@ class GraphPool:
         self._kept: WeakKeyDictionary[Graphed, None] = WeakKeyDictionary()
         self._handles: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}
 
-    @property
-    def graphs(self) -> int:
-        """How many there are, of plans that are still in use."""
-        return len(self._kept)
-
     def handle(self, device: torch.device) -> Any:
         """The pool's name. It lives for as long as a graph is in it, so an empty one always is."""
         index = device_index(device)
@@ -110,21 +105,21 @@ class Graphed:
         device: torch.device,
         pool: GraphPool,
         *,
-        moving: Sequence[int],
-        still: Sequence[int],
+        copied: Sequence[int],
+        static: Sequence[int],
         inner: bool = False,
         stream: torch.cuda.Stream | None = None,
         where: Callable[[BaseException], str | None] = lambda error: None,
         warm: bool = False,
     ) -> None:
-        """`moving`, `still`: positions of the tensors to be copied in, and of those to be used in place.
+        """`copied`, `static`: positions of the tensors to be copied in, and of those to be used in place.
 
         `inner`: a piece of a plan, whose results go to its other pieces alone. If it can't be captured, it runs as it
         is, for pieces before it have run already. `where` says which operator an error comes from. `warm`: the kernels
         have run before, so that the first call may be captured.
         """
         self._function, self._device, self._pool, self._stream = function, device, pool, stream
-        self._moving, self._still, self._inner, self._where = list(moving), list(still), inner, where
+        self._copied, self._static, self._inner, self._where = list(copied), list(static), inner, where
         self._graphs: list[GraphCapture] = []
         self.warm, self._off, self._copy_results = warm, False, False
         self._captures = self._replays = 0
@@ -195,7 +190,7 @@ class Graphed:
         scratch = [] if self._inner else self._pool.segments(self._device)
         self._pool.streams.settle(self._device)
         handle = self._pool.handle(self._device)
-        graph = GraphCapture(self._function, args, self._moving, self._still, stream, handle, scratch)
+        graph = GraphCapture(self._function, args, self._copied, self._static, stream, handle, scratch)
         self._pool.stats.captures += 1
         self._graphs.append(graph)
         return graph
@@ -208,8 +203,8 @@ class GraphCapture:
         self,
         function: _torch.Boxed,
         args: Sequence[Any],
-        moving: list[int],
-        still: list[int],
+        copied: list[int],
+        static: list[int],
         stream: torch.cuda.Stream,
         pool: Any,
         scratch: list[range],
@@ -218,19 +213,19 @@ class GraphCapture:
         """When it was replayed last, by the model's count of replays."""
         fixed = list(args)
         with torch.inference_mode(False), torch.no_grad():
-            for i in moving:
+            for i in copied:
                 buffer = torch.empty_strided(
                     args[i].size(), args[i].stride(), dtype=args[i].dtype, device=args[i].device
                 )
                 fixed[i] = _torch.view_at(args[i], buffer.untyped_storage(), 0)
-        self._moving, self._still = moving, still
-        self._buffers = {i: fixed[i] for i in moving}
-        self._copies = [without_repeats(fixed[i]) for i in moving]
+        self._copied, self._static = copied, static
+        self._buffers = {i: fixed[i] for i in copied}
+        self._copies = [without_repeats(fixed[i]) for i in copied]
         self._addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         self._graph = torch.cuda.CUDAGraph()
         outputs = record_graph(self._graph, function, list(fixed), stream, pool)
         self._kind, leaves = type(outputs), list(outputs)
-        inputs = {_torch.storage_id(fixed[i]): i for i in (*moving, *still)}
+        inputs = {_torch.storage_id(fixed[i]): i for i in (*copied, *static)}
         self._outputs: list[tuple[Any, int | None]] = [
             (leaf, inputs.get(_torch.storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None) for leaf in leaves
         ]
@@ -244,14 +239,14 @@ class GraphCapture:
         }
 
     def fits(self, args: Sequence[Any]) -> bool:
-        return _torch.same_addresses(list(args), self._addresses, self._still)
+        return _torch.same_addresses(list(args), self._addresses, self._static)
 
     def results_are_held(self) -> bool:
         return any(_torch.storage_users(s) > n for s, n in zip(self._storages, self._users, strict=True))
 
     def replay(self, args: Sequence[Any]) -> None:
-        if self._moving:
-            torch._foreach_copy_(self._copies, [without_repeats(args[i]) for i in self._moving])
+        if self._copied:
+            _torch.foreach_copy(self._copies, [without_repeats(args[i]) for i in self._copied])
         self._graph.replay()
 
     def results(self, args: Sequence[Any], copy: bool) -> Any:

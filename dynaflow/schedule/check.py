@@ -120,7 +120,7 @@ def _check_memory(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]
     for op in graph.ops:
         mine = owner[op.index]
         spots = [(0, mine[0])] if not op.splittable else list(zip(parts, mine, strict=True))
-        for storage, writes in op.touches:
+        for storage, writes in op.accesses:
             earlier = writer.get(storage, [])
             if writes:
                 earlier = earlier + readers.get(storage, [])
@@ -142,7 +142,7 @@ def _check_follows(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]
     before = plan.happens_before
     for op in graph.ops:
         mine = [task for task, _ in owner[op.index]]
-        for a in op.follows if op.splittable else ():
+        for a in op.serial_after if op.splittable else ():
             for m, task in enumerate(mine):
                 # One that comes earlier in the model has run for the same rows, too.
                 for k, (first, _) in enumerate(owner[a][: m + (a < op.index)]):

@@ -383,7 +383,7 @@ class ScheduleContext:
         for op in self.ops:
             for a in op.after:
                 self._users[a].append(op)
-            for a in op.follows if op.splittable else ():
+            for a in op.serial_after if op.splittable else ():
                 self._followers[a].append(op)
 
     def _units(self, op: Op) -> range:
@@ -401,7 +401,7 @@ class ScheduleContext:
                 found.append((a, 0))
             else:
                 found.extend((a, m) for m in item.micro_batches)
-        for a in item.op.follows:
+        for a in item.op.serial_after:
             if item.op.splittable and self.ops[a].splittable:
                 found.extend((a, m) for m in range(item.micro_batches[-1]) if m not in item.micro_batches)
         return found

@@ -17,7 +17,7 @@ import torch
 
 import dynaflow
 from dynaflow.core.device import device_for
-from dynaflow.core.disk_cache import Store, enabled
+from dynaflow.core.disk_cache import DiskCache, enabled
 from dynaflow.core.plan import FORMAT, Plan
 from dynaflow.errors import PlanError, ScheduleError, shown
 from dynaflow.partition.op_graph import OpGraph
@@ -28,7 +28,7 @@ from dynaflow.schedule.context import FACT_NAMES, ScheduleContext, function_name
 PLAIN = frozenset((int, str, bool, float, NoneType))
 """Types of facts that are keys as they are."""
 Functions = Mapping[str, Callable[..., Any]]
-_store = Store("plans")
+_store = DiskCache("plans")
 _STARTED = time.time()
 
 

@@ -1,4 +1,4 @@
-"""Any scheduler in a system that serves requests, whose batches are different at every step."""
+"""Any scheduler in a system that serves requests, where every step has another batch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dynaflow.strategies.auto import Auto
 
 
 class Serving(df.WrappingScheduler):
-    """One plan for all batches of about the same size: of a phase, and up to the same power of two of rows.
+    """One plan for all batches of about the same size: of one phase, up to the same power of two of rows.
 
-    The system tells by its facts what a batch is: the "phase" it is in, and if it has to stay "whole". `most`: into how
-    many parts it may be cut. `in_turns`: on CPU tasks take turns, in the order of the plan, since the system's kernels
-    share memory there.
+    The system describes a batch by its facts: "phase", and "whole" if the batch must not be split. `max_parts`: the
+    most parts that it may be split into. `in_turns`: on CPU, tasks run one at a time in the order of the plan, because
+    the system's kernels share memory there.
     """
 
     elastic = True
     bucket = df.OpSchedulerBase.bucket  # elastic plans serve all sizes as they are
 
-    def __init__(self, inner: df.OpSchedulerBase, most: int, in_turns: bool = False) -> None:
+    def __init__(self, inner: df.OpSchedulerBase, max_parts: int, in_turns: bool = False) -> None:
         super().__init__(inner)
-        self.most, self.in_turns = most, in_turns
+        self.max_parts, self.in_turns = max_parts, in_turns
 
     def key(self, ctx: df.ScheduleContext) -> Any:
         if ctx.facts["whole"]:
             return None
-        parts = min(ctx.max_parts, self.most)
+        parts = min(ctx.max_parts, self.max_parts)
         if isinstance(self.inner, Auto):
-            parts = parts.bit_length()  # a decision takes its time: it is made for about as many parts
+            parts = parts.bit_length()  # a decision is slow: make one for about as many parts
         return ctx.facts["phase"], parts, ctx.batch_size.bit_length(), self.inner.key(ctx)
 
     def schedule(self, ctx: df.ScheduleContext) -> Any:
@@ -40,7 +40,7 @@ class Serving(df.WrappingScheduler):
 
 
 class ServingChoice(Serving):
-    """The same for a scheduler that leaves each situation to another."""
+    """The same for a scheduler that chooses another one for each situation."""
 
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
         if ctx.facts["whole"]:
@@ -51,8 +51,8 @@ class ServingChoice(Serving):
         return self if chosen is self.inner else self.around(chosen)
 
     def around(self, inner: df.OpSchedulerBase) -> Serving:
-        return inner if isinstance(inner, Serving) else serving(inner, self.most, self.in_turns)
+        return inner if isinstance(inner, Serving) else serving(inner, self.max_parts, self.in_turns)
 
 
-def serving(scheduler: df.OpSchedulerBase, most: int, in_turns: bool = False) -> Serving:
-    return (ServingChoice if defines(scheduler, "choose") else Serving)(scheduler, most, in_turns)
+def serving(scheduler: df.OpSchedulerBase, max_parts: int, in_turns: bool = False) -> Serving:
+    return (ServingChoice if defines(scheduler, "choose") else Serving)(scheduler, max_parts, in_turns)

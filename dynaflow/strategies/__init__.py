@@ -23,11 +23,18 @@ CLASSES = {
     "comet": "Comet",
     "branches": "Branches",
     "prefetch": "Prefetch",
-    "optimizer_beside": "OptimizerBeside",
-    "searched": "Searched",
+    "optimizer_overlap": "OptimizerOverlap",
+    "solver": "Solver",
     "auto": "Auto",
 }
 """By name, which is also the file's."""
+ALIASES = {
+    "optimizer_beside": "optimizer_overlap",
+    "searched": "solver",
+    "OptimizerBeside": "OptimizerOverlap",
+    "Searched": "Solver",
+}
+"""Former names of strategies and their classes, which still work."""
 PLAIN: dict[Any, type] = {bool: Integral, int: Integral, float: Real, str: str, NoneType: NoneType}
 """Annotations by which options are judged, and what passes for them."""
 
@@ -103,6 +110,7 @@ def _told(options: Iterable[inspect.Parameter]) -> str:
 
 
 def _strategy(name: str) -> Any:
+    name = ALIASES.get(name, name)
     if name not in CLASSES:
         if name.endswith(".py"):
             raise ScheduleError(f"{shown(name)} alone is no strategy", advice=f"name a class in it: {name}:Class")
@@ -123,7 +131,7 @@ def named(scheduler: OpSchedulerBase | str | tuple[str, OpSchedulerBase]) -> tup
     if isinstance(scheduler, tuple):
         return scheduler
     if isinstance(scheduler, str):
-        return scheduler, make(scheduler)
+        return ALIASES.get(scheduler, scheduler), make(scheduler)
     usual = {k: p.default for k, p in inspect.signature(type(scheduler)).parameters.items()}
     state = {k: v for k, v in vars(scheduler).items() if not k.startswith("_")}
     options = ", ".join(f"{k}={v!r}" for k, v in state.items() if k not in usual or v != usual[k])
@@ -133,6 +141,6 @@ def named(scheduler: OpSchedulerBase | str | tuple[str, OpSchedulerBase]) -> tup
 def __getattr__(name: str) -> Any:
     """`dynaflow.strategies.NanoFlow`, imported when asked for: the files need the whole package."""
     for module, kind in CLASSES.items():
-        if kind == name:
+        if kind == ALIASES.get(name, name):
             return getattr(importlib.import_module(f"{__name__}.{module}"), kind)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,4 +38,4 @@ def _options(ctx: ScheduleContext) -> Iterator[tuple[str, dict[str, Any]]]:
         for share in (0.37, 0.49):
             yield "nanoflow", {"parts": 2, "sms": int(ctx.sms * share) // 8 * 8}
     if parts:
-        yield "searched", {"parts": 2}
+        yield "solver", {"parts": 2}

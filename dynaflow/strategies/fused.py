@@ -57,7 +57,7 @@ def _is_simple(op: df.Op) -> bool:
     nodes = list(op.module.graph.nodes)
     sizes = nodes[: len(op.symbols)]
     follows = all(_is_left_open(user, size) for size in sizes for user in size.users)
-    return op.splittable and not op.follows and follows and not any(node.op == "get_attr" for node in nodes)
+    return op.splittable and not op.serial_after and follows and not any(node.op == "get_attr" for node in nodes)
 
 
 def _is_left_open(node: fx.Node, size: fx.Node) -> bool:

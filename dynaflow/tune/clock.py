@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from dynaflow import _torch
+
 HEAT = 0.3
 """Seconds of work before anything is timed, at least."""
 CYCLES = 2e9
@@ -62,7 +64,7 @@ class Clock:
         device came to the timed work before the host had issued all of it, and could have held it longer."""
         torch.cuda.synchronize()
         if self._hold:
-            torch.cuda._sleep(int(self._hold * CYCLES))
+            _torch.sleep(int(self._hold * CYCLES))
         work()
         own = [(_event(), _event()) for _ in range(EMPTY)]
         self._note(work)

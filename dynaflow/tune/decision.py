@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from dynaflow.core.json_codec import decode, encode
 from dynaflow.tune.measure import Timing
 
 SEQUENCE = "sequential"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class Attempt:
     """One schedule."""
 
     name: str
@@ -31,7 +32,7 @@ class Decision:
 
     chosen: str
     why: str
-    tried: tuple[Tried, ...]
+    tried: tuple[Attempt, ...]
     seconds: float = 0.0
     """That tuning took."""
 
@@ -62,10 +63,9 @@ class Decision:
             yield mark, t.name, predicted, measured, against, t.problem or t.limit
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(encode(self))
 
     @staticmethod
     def from_json(text: str) -> Decision:
-        data = json.loads(text)
-        tried = [Tried(**{**t, "measured": Timing(**t["measured"]) if t["measured"] else None}) for t in data["tried"]]
-        return Decision(**{**data, "tried": tuple(tried)})
+        """Raises ValueError if the text is not a decision."""
+        return decode(Decision, json.loads(text))

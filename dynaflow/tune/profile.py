@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dynaflow.core.device import device_for
-from dynaflow.core.disk_cache import Store
+from dynaflow.core.disk_cache import DiskCache
 from dynaflow.core.plan import Lane, Plan, Task, one_by_one
 from dynaflow.cost.costs import Costs, Profile
 from dynaflow.cost.simulate import rows_of
@@ -27,7 +27,7 @@ from dynaflow.tune.clock import Clock
 
 RUNS = 5
 LANE = Lane(name="profile")
-_store = Store("profiles")
+_store = DiskCache("profiles")
 
 Key = tuple[str, int, int | None]
 """An operator, its rows, and the SMs that it has; None: all."""
@@ -83,7 +83,7 @@ class Profiler:
     def _watched(self, made: Any, lane: Lane, trials: Trials, clock: Clock) -> Callable[[list[Any]], Any]:
         plan, graph = made.plan, made.graph
         if not plan.sequential or len(graph.ops) > 1:
-            return trials.watched(made, in_a_row(plan, graph, lane), clock)
+            return trials.watched(made, one_after_another(plan, graph, lane), clock)
         whole = trials.watched(made, plan, clock)  # which is compiled already, as it runs; as a task it would be anew
 
         def run(args: list[Any]) -> None:
@@ -123,7 +123,7 @@ def _seconds(kept: str | None) -> float | None:
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
-def in_a_row(plan: Plan, graph: OpGraph, lane: Lane) -> Plan:
+def one_after_another(plan: Plan, graph: OpGraph, lane: Lane) -> Plan:
     """The plan's tasks one after the other on one lane; if lanes have shares, the others keep theirs."""
     lanes = plan.lanes if plan.partitioned else (lane,)
     tasks = tuple(replace(t, lane=lane.name, after=()) for t in _tasks(plan, graph))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dynaflow.core.critical_path import longest_chains
+
 SCALE = 1000
 """Parts of a resource: CP-SAT counts in whole numbers."""
 STEPS = 20000
@@ -17,7 +19,7 @@ STEPS = 20000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Job:
     """An item to be placed."""
 
     seconds: float
@@ -28,24 +30,24 @@ class Piece:
     """Resource -> the fraction that it uses while it runs."""
 
 
-def list_schedule(pieces: Sequence[Piece]) -> list[float]:
-    """When each starts: of those that could, always the one with the longest way to go."""
-    way = _longest_way(pieces)
-    missing = [len(p.after) for p in pieces]
-    users = _users(pieces)
+def list_schedule(jobs: Sequence[Job]) -> list[float]:
+    """When each starts: of those that could, always the one with the longest path to go."""
+    path = longest_chains([j.seconds for j in jobs], [j.after for j in jobs])
+    missing = [len(p.after) for p in jobs]
+    users = _users(jobs)
     ready = [i for i, n in enumerate(missing) if not n]
     free: dict[str, float] = {}
-    start = [0.0] * len(pieces)
-    end = [0.0] * len(pieces)
+    start = [0.0] * len(jobs)
+    end = [0.0] * len(jobs)
     while ready:
 
         def begins(i: int) -> float:
-            return max([free.get(pieces[i].lane, 0.0), *(end[a] for a in pieces[i].after)])
+            return max([free.get(jobs[i].lane, 0.0), *(end[a] for a in jobs[i].after)])
 
-        i = min(ready, key=lambda i: (begins(i), -way[i], i))
+        i = min(ready, key=lambda i: (begins(i), -path[i], i))
         ready.remove(i)
         start[i] = begins(i)
-        end[i] = free[pieces[i].lane] = start[i] + pieces[i].seconds
+        end[i] = free[jobs[i].lane] = start[i] + jobs[i].seconds
         for u in users[i]:
             missing[u] -= 1
             if not missing[u]:
@@ -53,32 +55,32 @@ def list_schedule(pieces: Sequence[Piece]) -> list[float]:
     return start
 
 
-def solve(pieces: Sequence[Piece], seconds: float) -> list[float]:
+def solve(jobs: Sequence[Job], seconds: float) -> list[float]:
     """When each starts. List scheduling's answer if OR-Tools is not there, or finds nothing better in time."""
-    first = list_schedule(pieces)
+    first = list_schedule(jobs)
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         return first
-    horizon = max(s + p.seconds for s, p in zip(first, pieces, strict=True))
+    horizon = max(s + p.seconds for s, p in zip(first, jobs, strict=True))
     tick = horizon / STEPS
     model = cp_model.CpModel()
-    lengths = [max(1, round(p.seconds / tick)) for p in pieces]
+    lengths = [max(1, round(p.seconds / tick)) for p in jobs]
     most = sum(lengths)
-    starts = [model.new_int_var(0, most, "") for _ in pieces]
+    starts = [model.new_int_var(0, most, "") for _ in jobs]
     spans = [model.new_fixed_size_interval_var(s, n, "") for s, n in zip(starts, lengths, strict=True)]
     end = model.new_int_var(0, most, "end")
-    for i, piece in enumerate(pieces):
+    for i, job in enumerate(jobs):
         model.add(starts[i] + lengths[i] <= end)
-        for a in piece.after:
+        for a in job.after:
             model.add(starts[i] >= starts[a] + lengths[a])
-    for lane in {p.lane for p in pieces}:
-        model.add_no_overlap([spans[i] for i, p in enumerate(pieces) if p.lane == lane])
-    for resource in {name for p in pieces for name in p.uses}:
-        needs = [min(SCALE, round(p.uses.get(resource, 0.0) * SCALE)) for p in pieces]
+    for lane in {p.lane for p in jobs}:
+        model.add_no_overlap([spans[i] for i, p in enumerate(jobs) if p.lane == lane])
+    for resource in {name for p in jobs for name in p.uses}:
+        needs = [min(SCALE, round(p.uses.get(resource, 0.0) * SCALE)) for p in jobs]
         model.add_cumulative(spans, needs, SCALE)
     model.minimize(end)
-    for variable, at in zip(starts, _fitting(pieces, lengths, first), strict=True):
+    for variable, at in zip(starts, _feasible_start(jobs, lengths, first), strict=True):
         model.add_hint(variable, at)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
@@ -90,36 +92,27 @@ def solve(pieces: Sequence[Piece], seconds: float) -> list[float]:
     return [solver.value(s) * tick for s in starts]
 
 
-def _fitting(pieces: Sequence[Piece], lengths: Sequence[int], first: Sequence[float]) -> list[int]:
+def _feasible_start(jobs: Sequence[Job], lengths: Sequence[int], first: Sequence[float]) -> list[int]:
     """The list schedule in ticks, with no resource overdrawn: an item waits until there is enough."""
     placed: list[tuple[int, int, Mapping[str, float]]] = []
-    start = [0] * len(pieces)
+    start = [0] * len(jobs)
     free: dict[str, int] = {}
-    for i in sorted(range(len(pieces)), key=lambda i: (first[i], i)):
-        piece = pieces[i]
-        at = max([free.get(piece.lane, 0), *(start[a] + lengths[a] for a in piece.after)])
+    for i in sorted(range(len(jobs)), key=lambda i: (first[i], i)):
+        job = jobs[i]
+        at = max([free.get(job.lane, 0), *(start[a] + lengths[a] for a in job.after)])
         for moment in sorted({at, *(end for _, end, _ in placed if end > at)}):
             running = [u for a, b, u in placed if a < moment + lengths[i] and b > moment]
-            if all(sum(u.get(r, 0.0) for u in running) + n <= 1.0 for r, n in piece.uses.items() if n):
+            if all(sum(u.get(r, 0.0) for u in running) + n <= 1.0 for r, n in job.uses.items() if n):
                 at = moment
                 break
-        start[i], free[piece.lane] = at, at + lengths[i]
-        placed = [p for p in placed if p[1] > at - max(lengths)] + [(at, at + lengths[i], piece.uses)]
+        start[i], free[job.lane] = at, at + lengths[i]
+        placed = [p for p in placed if p[1] > at - max(lengths)] + [(at, at + lengths[i], job.uses)]
     return start
 
 
-def _users(pieces: Sequence[Piece]) -> list[list[int]]:
-    users: list[list[int]] = [[] for _ in pieces]
-    for i, piece in enumerate(pieces):
-        for a in piece.after:
+def _users(jobs: Sequence[Job]) -> list[list[int]]:
+    users: list[list[int]] = [[] for _ in jobs]
+    for i, job in enumerate(jobs):
+        for a in job.after:
             users[a].append(i)
     return users
-
-
-def _longest_way(pieces: Sequence[Piece]) -> list[float]:
-    """From the start of each to the end of all. Pieces are given in an order that respects `after`."""
-    users = _users(pieces)
-    way = [0.0] * len(pieces)
-    for i in reversed(range(len(pieces))):
-        way[i] = pieces[i].seconds + max((way[u] for u in users[i]), default=0.0)
-    return way

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +25,9 @@ from typing import Any
 import torch
 
 from dynaflow import _torch
-from dynaflow.capture.op_registry import leaves_some_alone
+from dynaflow.capture.op_registry import has_opaque_ops
 from dynaflow.core.device import device_for
-from dynaflow.core.disk_cache import Store
+from dynaflow.core.disk_cache import DiskCache
 from dynaflow.core.plan_text import resource_in_words
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
@@ -36,7 +37,7 @@ from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase, Sequential
 from dynaflow.schedule.context import ScheduleContext
 from dynaflow.schedule.rank_consensus import PATIENCE
-from dynaflow.tune.decision import SEQUENCE, Decision, Tried
+from dynaflow.tune.decision import SEQUENCE, Attempt, Decision
 from dynaflow.tune.measure import ROUNDS, Timing, side_by_side, timings
 from dynaflow.tune.profile import Profiler
 
@@ -44,7 +45,7 @@ GAIN = 0.99
 """A winner takes at most this part of sequence's time, and nine rounds of ten are faster than sequence."""
 TRUSTED_GAIN = 0.93
 """The same for a prediction that nothing was measured for."""
-store = Store("decisions")
+store = DiskCache("decisions")
 _numbers = itertools.count()
 
 Say = Callable[[str], None]
@@ -58,7 +59,7 @@ class _Candidate:
     name: str
     scheduler: OpSchedulerBase
     graph: OpGraph
-    tried: Tried
+    tried: Attempt
 
     @property
     def predicted(self) -> float:
@@ -94,9 +95,9 @@ class Tuner:
         known = self._known()
         if known is not None:
             return known
-        if not self.measures and not self.ranks and leaves_some_alone(self.ctx.graph.graph.gm):
+        if not self.measures and not self.ranks and has_opaque_ops(self.ctx.graph.graph.gm):
             why = "what some operators do can't be predicted, and nothing is to be measured"
-            return self.sequence, Decision(chosen=SEQUENCE, why=why, tried=(Tried(name=SEQUENCE),))
+            return self.sequence, Decision(chosen=SEQUENCE, why=why, tried=(Attempt(name=SEQUENCE),))
         if self.measures:
             self.trials.lowered(self.sequence)  # which is compiled in any case: no part of the time for tuning
             self.start = time.perf_counter()
@@ -104,7 +105,7 @@ class Tuner:
         found = list(self._planned())
         # Uncut, it is timed as a whole; cut, layers that are alike are looked at once, which is sooner done.
         graph = self._uncut() if self.measures or not found else found[0].graph
-        first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=graph, tried=Tried(name=SEQUENCE))
+        first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=graph, tried=Attempt(name=SEQUENCE))
         # What is measured in any case needs no good prediction; and ranks' clocks differ, and with them what they find.
         if self.measures and len(found) > self.most and not self.ranks:
             with contextlib.suppress(NoRoom):
@@ -138,7 +139,7 @@ class Tuner:
         for name, scheduler in self._candidates():
             if not self.ranks and self.measures and time.perf_counter() > self.end:
                 return
-            if not self.measures and "searched" in name:  # for seconds, and in each situation
+            if not self.measures and "solver" in re.split(r"\W", name):  # for seconds, and in each situation
                 continue
             try:
                 made = self.trials.plan(scheduler)
@@ -149,7 +150,7 @@ class Tuner:
                 continue
             seen.add(made.plan)
             self.say(f"planned {name}")
-            yield _Candidate(name=name, scheduler=scheduler, graph=made.graph, tried=Tried(name=name))
+            yield _Candidate(name=name, scheduler=scheduler, graph=made.graph, tried=Attempt(name=name))
 
     def _uncut(self) -> OpGraph:
         graph: OpGraph = self.trials.plan(self.sequence).graph
@@ -249,7 +250,7 @@ class Tuner:
             return None
         try:
             decision = Decision.from_json(text)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, RecursionError):
             return None
         if decision.chosen == SEQUENCE:
             return self.sequence, decision

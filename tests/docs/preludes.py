@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import dynaflow as df
-from dynaflow.models.build import Situation, build
+from dynaflow.models.build import Workload, build
 from dynaflow.models.build import inputs as inputs_of
 from dynaflow.strategies import NanoFlow, Prefetch
 
@@ -33,7 +33,7 @@ def _small() -> Names:
     model = build("llama-tiny", layers=1, device="cpu", dtype=torch.float32, attention="sdpa")
     return {
         "df": df, "torch": torch, "F": F, "Path": Path,
-        "model": model, "inputs": inputs_of(model, Situation(batch=8, prompt=16)), "scheduler": NanoFlow(),
+        "model": model, "inputs": inputs_of(model, Workload(batch=8, prompt=16)), "scheduler": NanoFlow(),
         "Prefetch": Prefetch,
     }  # fmt: skip
 

@@ -54,7 +54,7 @@ class Case:
 
 def _show(op: Any) -> str:
     kind = "shared" if op.shared else f"whole: {op.refusal}" if op.refusal else "rows"
-    return f"  {op.name}: {' '.join(op.functions)}  ({kind})  touches {op.touches} after {op.after}"
+    return f"  {op.name}: {' '.join(op.functions)}  ({kind})  accesses {op.accesses} after {op.after}"
 
 
 def functions_of(graph: RandomGraph) -> list[str]:
@@ -175,7 +175,7 @@ def run_mutant(case: Case, plan: Plan, graph: OpGraph) -> None:
     captured = case.group.runner_of(args).graph.graph
     sizes = {**captured.hints, **captured.symbol_values(args)}
     lowered = case.group.engine.planner.lowerer.lower(plan, graph, sizes, {})
-    numbers = captured.numbers
+    numbers = captured.host_scalars
 
     def run(*given: Any) -> Any:
         results = lowered(list(given))

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from dynaflow.capture.captured_graph import copied
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.plan import Task
 from dynaflow.engine.engine import Engine
-from dynaflow.lower.executable import Lowered
+from dynaflow.lower.executable import Executable
 from dynaflow.schedule.base import Sequential
 from tests.fuzz.dice import Dice
 from tests.fuzz.graphs import RandomGraph, random_graph
@@ -46,7 +46,7 @@ class Group:
     serves: Callable[[Sizes], bool] = lambda sizes: True
     """Whether the capture holds for a size."""
 
-    def lowered(self, sizes: Sizes, seed: int) -> Lowered | None:
+    def lowered(self, sizes: Sizes, seed: int) -> Executable | None:
         args = list(self.graph.args(sizes, seed))
         planner = self.engine.planner
         request = planner.request(self.runner_of(args).graph, args)
@@ -73,7 +73,7 @@ def draw_group(dice: Dice, device: str = "cpu", steps: int = 14, **options: Any)
     set_chains(engine, dice.one_in(2))
     with torch.no_grad():  # as it will be called
         # A backend may change the graph that it is given; eager runs it as it was drawn.
-        runner = engine.backend(copied(graph.gm), list(graph.args(POINTS[0], 0)))
+        runner = engine.backend(copy_module(graph.gm), list(graph.args(POINTS[0], 0)))
     return Group(graph=graph, engine=engine, gentle=gentle, runner=runner)
 
 

@@ -75,7 +75,7 @@ def _unordered(plan: Plan, graph: OpGraph) -> str | None:
 
 
 def _conflict(one: Op, two: Op) -> bool:
-    return any(s == z and (w or v) for s, w in one.touches for z, v in two.touches)
+    return any(s == z and (w or v) for s, w in one.accesses for z, v in two.accesses)
 
 
 def _ended_before(plan: Plan, task: int) -> set[int]:

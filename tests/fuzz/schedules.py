@@ -149,7 +149,7 @@ def fused(ctx: ScheduleContext, items: list[OpItem]) -> Callable[..., Any]:
     numbers = []
     for op, ms in chain:
         rows = sum(ctx.micro_batches[m].size for m in ms)
-        sizes = {**graph.graph.hints, **ctx.sizes, **{s: rows for space in graph.spaces for s in space}}
+        sizes = {**graph.graph.hints, **ctx.sizes, **{s: rows for space in graph.batch_axes for s in space}}
         numbers.append([concrete(e, sizes) for e in op.symbols])
 
     def run(*args: Any) -> tuple[Any, ...]:

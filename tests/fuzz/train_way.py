@@ -22,7 +22,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from dynaflow.capture.captured_graph import copied
+from dynaflow.core.fx_graphs import copy_module
 from dynaflow.engine.engine import Engine
 from dynaflow.errors import DynaFlowError
 from tests.fuzz.compare import TOLERANCE, Mismatch, Run, Undefined, compare, compare_gradients, used_of
@@ -66,7 +66,7 @@ def _captured(graph: RandomGraph, backend: Callable[..., Any]) -> tuple[Any, Cal
     """What runs the graph: what a backend returns when it is called as Dynamo would call it. And whether that serves a
     size: for others Dynamo would capture the graph anew."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    gm = copied(graph.gm)
+    gm = copy_module(graph.gm)
     memory = graph.memory(POINTS[0], 0)
     fakes: dict[str, Any] = {}
     for given in graph.given:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import dynaflow as df
-from dynaflow.strategies import Branches, CommOverlap, DualBatch, NanoFlow, Prefetch, Searched
+from dynaflow.strategies import Branches, CommOverlap, DualBatch, NanoFlow, Prefetch, Solver
 from tests.gpu.test_cuda import decode_agrees, exact_matmuls, gap  # noqa: F401  (a fixture)
 from tests.zoo import ZOO, decode_setup, to
 
@@ -19,7 +19,7 @@ ALL = {
     "nanoflow, merged": lambda: NanoFlow(merged=("*.mlp",)),
     "dual_batch": lambda: DualBatch(),
     "branches": lambda: Branches(lanes=3, wait=0.0),
-    "searched": lambda: Searched(seconds=1.0),
+    "solver": lambda: Solver(seconds=1.0),
 }
 
 
@@ -48,7 +48,7 @@ def test_equal_to_the_plain_model(name, strategy, cudagraph):
         assert fast.stats.graph_replays, fast.stats.capture_failures
 
 
-@pytest.mark.parametrize("strategy", ["nanoflow", "searched"])
+@pytest.mark.parametrize("strategy", ["nanoflow", "solver"])
 def test_decoding(strategy):
     setup = decode_setup("llama", 6)
     to("cuda", torch.float32, setup.model)

@@ -147,7 +147,7 @@ def test_steps_beside_the_backward_pass(how: Any, operators: Any, monkeypatch: p
     for inner in (None, Each([df.SplitModule("layers.*")], split=2, lanes=2)):
         model = Layers(width=256).cuda()
         both = Beside(
-            monkeypatch, model, partial(adamw, **how), df.strategies.OptimizerBeside(inner), operators=operators
+            monkeypatch, model, partial(adamw, **how), df.strategies.OptimizerOverlap(inner), operators=operators
         )
         for _ in range(4):
             both.step(x=torch.randn(2048, 256, device="cuda"))
@@ -161,7 +161,7 @@ def test_gradients_of_a_layer_go_before_the_last_is_there() -> None:
         torch.manual_seed(0)
         model, x = Layers(layers=16, width=2048).cuda(), torch.randn(64, 2048, device="cuda")
         optimizer = adamw(model.parameters(), fused=True)
-        fast = df.compile(model, "optimizer_beside", operators="eager", optimizer=optimizer if beside else None)
+        fast = df.compile(model, "optimizer_overlap", operators="eager", optimizer=optimizer if beside else None)
         for _ in range(3):
             optimizer.zero_grad()
             torch.cuda.synchronize()

@@ -298,7 +298,7 @@ class Case:
                 raise Mismatch(f"ran plainly: {runner.graph.plain}")
             return Verdict("plain", runner.graph.plain)
         (graph,) = runner.graph.partitions.values()
-        refusal = runner.graph.probe(graph.spaces).facts[node].refusals.get(0)
+        refusal = runner.graph.probe(graph.batch_axes).facts[node].refusals.get(0)
         refusal = refusal or next((op.refusal for op in graph.ops if op.refusal), None)
         if error is not None and form == "between":
             return Verdict("refused", refusal or str(error).splitlines()[0])

@@ -576,14 +576,16 @@ def test_trainer_takes_a_compiled_model(tmp_path: Path, seen: list[int], bf16: b
 
 
 def test_trainer_by_name(tmp_path: Path, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As accelerate, which has a list of the backends, is told when the integration is imported."""
+    """Accelerate has a list of the backends: ours is in it inside of `trainer_backend()` alone."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # where transformers puts it, and leaves it
     expected = trained(tmp_path)
-    with df.configure(scheduler=Seen(), operators="eager"):
+    with df.configure(scheduler=Seen(), operators="eager"), hf.trainer_backend():
         assert trained(tmp_path, torch_compile_backend="dynaflow") == pytest.approx(expected, abs=1e-4)
     assert seen == [2, 2]
     with pytest.raises(ValueError, match="NONSENSE"):
         trained(tmp_path, torch_compile_backend="nonsense")
+    with pytest.raises(ValueError, match="DYNAFLOW"):
+        trained(tmp_path, torch_compile_backend="dynaflow")
 
 
 def test_continuous_batching(seen: list[int]) -> None:

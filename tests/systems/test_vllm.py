@@ -64,8 +64,8 @@ ORDERS: dict[str, dict[str, Any]] = {
     "last first": {"scheduler": f"{_OWN}:LastFirst"},
     "shuffled": {"scheduler": f"{_OWN}:Shuffled"},
     "shuffled again": {"scheduler": f"{_OWN}:Shuffled", "scheduler_options": {"parts": 4, "seed": 1}},
-    "nanoflow": {"scheduler": "nanoflow", "scheduler_options": {"attention": "dynaflow_told::*"}},
-    "searched": {"scheduler": "searched", "scheduler_options": {"attention": "dynaflow_told::*", "parts": 3}},
+    "nanoflow": {"scheduler": "nanoflow", "scheduler_options": {"attention": "dynaflow_row_aware::*"}},
+    "solver": {"scheduler": "solver", "scheduler_options": {"attention": "dynaflow_row_aware::*", "parts": 3}},
     "auto that tunes": {"scheduler": "auto", "scheduler_options": {"seconds": 0.2, "most": 1}},
 }
 """Orders that nobody would choose, too: all have to be right."""
@@ -438,7 +438,7 @@ def test_operators_with_a_state_are_found_by_the_layers_that_they_name(
     config.compilation_config.static_forward_context.update(
         {"cached": Keeps(), "recurrent": Keeps(), "experts": SimpleNamespace()}
     )
-    monkeypatch.setattr(Step, "told", set())
+    monkeypatch.setattr(Step, "row_aware", set())
 
     def layers(x: torch.Tensor) -> torch.Tensor:
         x = look(x * 2, "cached", fill(x + 1, "cached"))
@@ -450,11 +450,11 @@ def test_operators_with_a_state_are_found_by_the_layers_that_they_name(
     x = torch.randn(8, 4)
     torch.testing.assert_close(fast(x), layers(x))
     (forward,) = set(integration.forwards()) - before
-    assert Step.told == {"cached", "recurrent", "experts"} and not forward.why_whole
+    assert Step.row_aware == {"cached", "recurrent", "experts"} and not forward.why_whole
     forward.engine.set_scheduler(integration.in_vllm("tests.systems.vllm_schedulers:LastFirst"))
     fast(x)
     graph = graph_of(forward.engine)
-    found = {op.name: [graph.ops[a].name for a in op.follows] for op in graph.ops if "dynaflow_tests" in op.name}
+    found = {op.name: [graph.ops[a].name for a in op.serial_after] for op in graph.ops if "dynaflow_tests" in op.name}
     assert found == {
         "dynaflow_tests_fill": [],  # who looks waits for it
         "dynaflow_tests_look": ["dynaflow_tests_fill"],
@@ -667,7 +667,7 @@ def test_where_we_stay_out_vllm_runs_as_it_is_and_says_why(
     [
         ({"scheduler": "nanoflo"}, "did you mean 'nanoflow'"),
         ({"scheduler": "nanoflow", "scheduler_options": {"pats": 3}}, "its options are"),
-        ({"scheduler": "nowhere.at_all:Mine"}, "say package.module:name"),
+        ({"scheduler": "nowhere.at_all:Mine"}, "pass package.module:name"),
         ({"schduler": "nanoflow"}, "unknown option 'schduler'"),
         ("nanoflow", r'say \{"dynaflow": \{"scheduler": "nanoflow"\}\}'),
         (["nanoflow"], r'say \{"dynaflow": \{"scheduler": "nanoflow"\}\}'),

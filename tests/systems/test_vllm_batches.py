@@ -29,8 +29,8 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec  # noqa: E402
 
 from dynaflow.integrations import vllm as integration  # noqa: E402
-from dynaflow.integrations.vllm_batches import PARTS, UNKNOWN, Blocks, Step, cut, remember_builds  # noqa: E402
-from dynaflow.serving.host import wrap  # noqa: E402
+from dynaflow.integrations.hooks import wrap  # noqa: E402
+from dynaflow.integrations.vllm_batches import PARTS, UNKNOWN, CacheBlocks, Step, cut, record_builds  # noqa: E402
 
 # Metadata, cut
 
@@ -202,7 +202,7 @@ class Context:
 @pytest.fixture(autouse=True)
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is run here was seen to be harmless, and all operators are told their rows, unless a test says otherwise."""
-    monkeypatch.setattr(Step, "entangled", "")
+    monkeypatch.setattr(Step, "hazard", "")
     monkeypatch.setattr(Step, "told", {"layer", "other"})
 
 
@@ -214,7 +214,7 @@ def group_of_layers(spec: Any = PAGED) -> Any:
     group = SimpleNamespace(
         metadata_builders=builders, get_metadata_builder=lambda i: builders[i], kv_cache_spec=spec
     )
-    remember_builds(group)
+    record_builds(group)
     return group
 
 
@@ -229,7 +229,7 @@ def test_padding_is_no_request_of_its_own() -> None:
     decoding = [Asked(5, 1, 1), Asked(40, 1, 2), Asked(17, 1, 3)]
     step = step_of(metadata(decoding, padding=3))
     assert step.requests == [1, 1, 4] and step.phase == "decode"
-    with step.entered(2, 6):
+    with step.within(2, 6):
         (made,) = [context.attn_metadata["layer"].common for context in step.parts.values()]
     assert_equal(made, metadata(decoding[2:], padding=3))
     assert step_of(metadata(BATCH)).phase == "mixed" and step_of(metadata(BATCH[:1])).phase == "prefill"
@@ -251,7 +251,7 @@ def test_no_two_parts_share_a_builder_and_none_has_vllms_own() -> None:
     step = step_of(metadata(BATCH))
     makers = [step.context.attn_metadata["layer"].by]
     for start, stop in itertools.pairwise(ENDS):
-        with step.entered(start, stop), step.entered(start, stop):  # the second time it is there
+        with step.within(start, stop), step.within(start, stop):  # the second time it is there
             makers.append(step.parts[start, stop].attn_metadata["layer"].by)
     assert len({id(m) for m in makers}) == 1 + len(BATCH) == 1 + len(step.parts)
 
@@ -261,24 +261,24 @@ def test_operators_find_their_part_and_then_the_whole_again() -> None:
 
     step = step_of(metadata(BATCH))
     with override_forward_context(step.context):
-        with step.entered(0, 20):
+        with step.within(0, 20):
             assert get_forward_context() is step.context and not step.parts
-        with step.entered(6, 15):
+        with step.within(6, 15):
             assert get_forward_context() is step.parts[6, 15]
         assert get_forward_context() is step.context
 
 
 def test_a_cut_inside_of_a_request_that_is_not_long_is_an_error() -> None:
-    with pytest.raises(DynaFlowError, match="can't be cut into tokens 0 to 7"), step_of(metadata(BATCH)).entered(0, 7):
+    with pytest.raises(DynaFlowError, match="can't be cut into tokens 0 to 7"), step_of(metadata(BATCH)).within(0, 7):
         pass
 
 
 def test_more_parts_than_builders_are_an_error() -> None:
     step = step_of(metadata([Asked(0, 1, i) for i in range(PARTS + 1)]))
     for i in range(PARTS):
-        with step.entered(i, i + 1):
+        with step.within(i, i + 1):
             pass
-    with pytest.raises(DynaFlowError, match=f"more than {PARTS} parts"), step.entered(PARTS, PARTS + 1):
+    with pytest.raises(DynaFlowError, match=f"more than {PARTS} parts"), step.within(PARTS, PARTS + 1):
         pass
 
 
@@ -430,45 +430,45 @@ def test_a_request_may_not_read_what_another_writes(written: int, why: str) -> N
     """The second has 17 tokens: its block 100 is full, and it writes to 101. The first writes to its first."""
     for order in (1, -1):
         new = {"first": (([written],), 0), "second": (([100, 101],), 17)}
-        assert Blocks([BLOCK]).judge(said(dict(list(new.items())[::order]))) == why
+        assert CacheBlocks([BLOCK]).hazard(said(dict(list(new.items())[::order]))) == why
 
 
 def test_a_request_may_read_what_was_written_before() -> None:
-    blocks = Blocks([BLOCK])
-    assert not blocks.judge(said({"writer": (([1, 2, 3],), 0)}))
+    blocks = CacheBlocks([BLOCK])
+    assert not blocks.hazard(said({"writer": (([1, 2, 3],), 0)}))
     # By now 40 tokens are there: block 3 is partly filled, and gets more though nothing new is given.
-    assert not blocks.judge(said({"early": (([1, 2, 9],), 32)}, {"writer": (None, 40)}))
-    assert blocks.judge(said({"late": (([1, 2, 3, 8],), 48)}, {"writer": (None, 40)})) == ENTANGLED
-    assert not blocks.judge(said({"later": (([1, 2, 3, 7],), 48)}, {"writer": (([4],), 48), "late": (None, 50)}))
-    assert blocks.judge(said({"last": (([1, 2, 3, 4, 6],), 64)}, {"writer": (None, 63)})) == ENTANGLED
-    assert not blocks.judge(said({}, {"writer": (([5],), 64), "last": (None, 65)}))
+    assert not blocks.hazard(said({"early": (([1, 2, 9],), 32)}, {"writer": (None, 40)}))
+    assert blocks.hazard(said({"late": (([1, 2, 3, 8],), 48)}, {"writer": (None, 40)})) == ENTANGLED
+    assert not blocks.hazard(said({"later": (([1, 2, 3, 7],), 48)}, {"writer": (([4],), 48), "late": (None, 50)}))
+    assert blocks.hazard(said({"last": (([1, 2, 3, 4, 6],), 64)}, {"writer": (None, 63)})) == ENTANGLED
+    assert not blocks.hazard(said({}, {"writer": (([5],), 64), "last": (None, 65)}))
 
 
 def test_a_request_that_is_resumed_has_other_blocks() -> None:
-    blocks = Blocks([BLOCK])
-    assert not blocks.judge(said({"a": (([1, 2],), 0), "b": (([3],), 0)}))
+    blocks = CacheBlocks([BLOCK])
+    assert not blocks.hazard(said({"a": (([1, 2],), 0), "b": (([3],), 0)}))
     again = {"a": (([3, 5],), 16)}
-    assert blocks.judge(said({}, {"b": (None, 15), **again}, resumed=["a"])) == ENTANGLED
+    assert blocks.hazard(said({}, {"b": (None, 15), **again}, resumed=["a"])) == ENTANGLED
     assert blocks.held["a"] == [[3, 5]]
-    assert not blocks.judge(said({}, {"b": (([6],), 16), "a": (None, 20)}))
+    assert not blocks.hazard(said({}, {"b": (([6],), 16), "a": (None, 20)}))
     # The newer runner is told of it as of a new one.
-    assert blocks.judge(said({"a": (([3, 6, 7],), 32)}, {"b": (None, 20)})) == ENTANGLED
+    assert blocks.hazard(said({"a": (([3, 6, 7],), 32)}, {"b": (None, 20)})) == ENTANGLED
 
 
 def test_groups_of_layers_have_blocks_of_their_own_sizes() -> None:
     for computed, why in ((31, ""), (32, ENTANGLED)):
-        blocks = Blocks([2 * BLOCK, BLOCK])
+        blocks = CacheBlocks([2 * BLOCK, BLOCK])
         writer = {"writer": (([1], [11, 12]), 0)}
         reader = {"reader": (([1 if computed == 32 else 2], [0, 14]), computed)}
-        assert blocks.judge(said(writer | reader)) == why
-    blocks = Blocks([BLOCK, BLOCK])  # 0 is no block: it stands where none is needed any more
-    assert not blocks.judge(said({"a": (([1], [0]), 0), "b": (([2, 3], [0, 4]), 16)}))
+        assert blocks.hazard(said(writer | reader)) == why
+    blocks = CacheBlocks([BLOCK, BLOCK])  # 0 is no block: it stands where none is needed any more
+    assert not blocks.hazard(said({"a": (([1], [0]), 0), "b": (([2, 3], [0, 4]), 16)}))
 
 
 def test_of_requests_that_are_gone_nothing_is_kept() -> None:
-    blocks = Blocks([BLOCK])
+    blocks = CacheBlocks([BLOCK])
     for i in range(100):
-        assert not blocks.judge(said({f"{i}": (([i + 1],), 0)}, finished=[f"{i - 1}", "never seen"]))
+        assert not blocks.hazard(said({f"{i}": (([i + 1],), 0)}, finished=[f"{i - 1}", "never seen"]))
     assert list(blocks.held) == ["99"]
 
 
@@ -484,9 +484,9 @@ def test_of_requests_that_are_gone_nothing_is_kept() -> None:
     ids=["no lists", "unknown", "groups", "no blocks", "no number"],
 )
 def test_what_is_other_than_expected_keeps_a_step_whole(step: Any) -> None:
-    blocks = Blocks([BLOCK, BLOCK])
-    assert blocks.judge(step) == UNKNOWN
-    assert not blocks.judge(said({"b": (([4], [5]), 0)}))
+    blocks = CacheBlocks([BLOCK, BLOCK])
+    assert blocks.hazard(step) == UNKNOWN
+    assert not blocks.hazard(said({"b": (([4], [5]), 0)}))
 
 
 def test_judgements_are_those_of_a_cache_that_is_looked_at() -> None:
@@ -494,17 +494,17 @@ def test_judgements_are_those_of_a_cache_that_is_looked_at() -> None:
     found = Counter[str]()
     for seed in range(40):
         cache = Cache(random.Random(seed))
-        blocks = Blocks([cache.BLOCK])
+        blocks = CacheBlocks([cache.BLOCK])
         for _ in range(60):
             output, entangled = cache.step()
-            assert blocks.judge(output) == (ENTANGLED if entangled else ""), seed
+            assert blocks.hazard(output) == (ENTANGLED if entangled else ""), seed
             assert blocks.held.keys() == cache.requests.keys()
             found[f"{entangled}"] += 1
     assert min(found["True"], found["False"]) > 400
 
 
 class Cache:
-    """Blocks by what is in them, from the moment that this is scheduled."""
+    """CacheBlocks by what is in them, from the moment that this is scheduled."""
 
     BLOCK = 4
 
@@ -611,7 +611,7 @@ GOOD = said({}, {"second": (None, 20)})
 
 
 def test_a_step_is_judged_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "entangled", UNKNOWN)
+    monkeypatch.setattr(Step, "hazard", UNKNOWN)
     runner: Any = worker_of(config_with(integration.BACKEND)).worker.model_runner
     runner.dummy_run()
     assert runner.execute_model(BAD) == "made"
@@ -643,10 +643,10 @@ def test_a_model_of_which_no_graph_came_is_named(caplog: pytest.LogCaptureFixtur
 
 
 def test_where_nothing_is_shared_steps_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "entangled", UNKNOWN)
+    monkeypatch.setattr(Step, "hazard", UNKNOWN)
     assert step_of(metadata(BATCH)).why_whole == UNKNOWN  # nobody has set anything up
     runner = worker_of(config_with("inductor")).worker.model_runner
-    assert "execute_model" not in vars(runner) and Step.entangled == UNKNOWN
+    assert "execute_model" not in vars(runner) and Step.hazard == UNKNOWN
     runner = worker_of(config_with(integration.BACKEND, caching=False)).worker.model_runner
     runner.execute_model(BAD)
     assert runner.seen == [""]

@@ -21,8 +21,8 @@ from tests.systems import vllm_model
 
 vllm_model.prepare()
 
+from dynaflow.integrations.hooks import wrap  # noqa: E402
 from dynaflow.lower.compile_ops import Operators  # noqa: E402
-from dynaflow.serving.host import wrap  # noqa: E402
 from tests.helpers import Pinned, graph_of, graphs_of, notes_of, scheduler_of  # noqa: E402
 
 Settings = dict[str, dict[str, Any]]

@@ -37,7 +37,7 @@ class LastFirst(df.OpSchedulerBase):
         self.parts = parts
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
-        return [df.SplitFunc("dynaflow_told::*")]
+        return [df.SplitFunc("dynaflow_row_aware::*")]
 
     def pick(self, ready: Sequence[df.OpItem]) -> df.OpItem:
         return max(ready, key=lambda item: (item.micro_batch.index, -item.op.index))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import dynaflow as df
 from dynaflow.cli.doctor import disk_cache_check
 from dynaflow.core import disk_cache
-from dynaflow.core.disk_cache import Store
-from dynaflow.serving.host import Kept
+from dynaflow.core.disk_cache import DiskCache
+from dynaflow.serving.host import SerializableGraph
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, assert_equal, compiled, randn, run_both
 from tests.unit.schedule.test_plan_store import Halves, Model, run
 
@@ -78,7 +78,7 @@ def fuse_a(ctx: df.ScheduleContext) -> None:
             ctx.execute(op, replace_func=fused if op.name == "a" else None)
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, df.strategies.Prefetch, df.strategies.OptimizerBeside])
+@pytest.mark.parametrize("wrap", [lambda s: s, df.strategies.Prefetch, df.strategies.OptimizerOverlap])
 def test_listed_functions_are_called(wrap: Any) -> None:
     rules = [df.SplitModule("a"), df.SplitModule("b")]
     with torch.no_grad():
@@ -107,16 +107,16 @@ def test_a_kept_plan_calls_only_what_its_scheduler_reaches(own_folder: Path, mon
     """What is on disk is replaced by a plan that names another function, with a checksum that is right."""
     x = randn(6, 4)
     assert run(Model(), Halves(fuse=True), x).plans_stored == 1
-    usual = Store.get
+    usual = DiskCache.get
 
-    def changed(self: Store, key: str) -> str | None:
+    def changed(self: DiskCache, key: str) -> str | None:
         found = usual(self, key)
         return found and found.replace("tests.unit.schedule.test_plan_store:twice", "os:abort")
 
-    monkeypatch.setattr(Store, "get", changed)
+    monkeypatch.setattr(DiskCache, "get", changed)
     stats = run(Model(), Halves(fuse=True), x)
     assert stats.plans_loaded == 0 and stats.scheduler_calls == 1
-    monkeypatch.setattr(Store, "get", usual)
+    monkeypatch.setattr(DiskCache, "get", usual)
     assert run(Model(), Halves(fuse=True), x).plans_loaded == 1
 
 
@@ -165,17 +165,17 @@ def modes(folder: Path) -> set[int]:
 def test_the_folder_is_for_the_user_alone(own_folder: Path) -> None:
     before = os.umask(0)
     try:
-        Store("plans").put("key", "text")
+        DiskCache("plans").put("key", "text")
     finally:
         os.umask(before)
     assert modes(own_folder) == {0o700, 0o600}
-    assert Store("plans").get("key") == "text"
+    assert DiskCache("plans").get("key") == "text"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o722, 0o702])
 @pytest.mark.parametrize("which", ["", "plans", "file"])
 def test_nothing_is_read_from_where_others_can_write(own_folder: Path, which: str, mode: int, caplog: Any) -> None:
-    kept = Store("plans")
+    kept = DiskCache("plans")
     kept.put("key", "text")
     (file,) = (own_folder / "plans").iterdir()
     place = file if which == "file" else own_folder / which
@@ -194,7 +194,7 @@ def test_nothing_is_read_from_where_others_can_write(own_folder: Path, which: st
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("which", ["", "plans", "file"])
 def test_nothing_is_read_from_what_belongs_to_another(own_folder: Path, which: str, caplog: Any) -> None:
-    kept = Store("plans")
+    kept = DiskCache("plans")
     kept.put("key", "text")
     (file,) = (own_folder / "plans").iterdir()
     os.chown(file if which == "file" else own_folder / which, 12345, 12345)
@@ -205,8 +205,8 @@ def test_nothing_is_read_from_what_belongs_to_another(own_folder: Path, which: s
 
 def test_a_folder_that_others_can_read_is_used(own_folder: Path) -> None:
     own_folder.mkdir(mode=0o755)
-    Store("plans").put("key", "text")
-    assert Store("plans").get("key") == "text"
+    DiskCache("plans").put("key", "text")
+    assert DiskCache("plans").get("key") == "text"
 
 
 def test_the_scheduler_is_asked_where_the_folder_is_shared(own_folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_graph_is_not_unpickled_from_where_others_can_write(tmp_path: Path) ->
     class Ran(Exception):
         pass
 
-    class InAFolder(Kept):
+    class InAFolder(SerializableGraph):
         scheduled = None  # type: ignore[assignment]
 
         @classmethod

@@ -3,4 +3,4 @@
 import torch
 
 library = torch.library.Library("dynaflow", "FRAGMENT")
-"""They are gone when it is gone."""
+"""Owns the definitions: they vanish with it."""

@@ -1,4 +1,4 @@
-"""Random numbers from a seed, and a copy that no compiler takes for nothing."""
+"""Random numbers from a seed, and a copy that no compiler removes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _fake_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) 
     return torch.empty(size, device=seed.device, dtype=torch.int64)
 
 
-library.define("copy(Tensor x) -> Tensor")  # which no compiler takes for nothing
+library.define("copy(Tensor x) -> Tensor")  # opaque to compilers, so never removed
 library.impl("copy", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("dynaflow::copy", torch.clone, lib=library)
 torch.library.register_fake("dynaflow::random", _fake_random, lib=library)

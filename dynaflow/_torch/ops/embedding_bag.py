@@ -1,4 +1,4 @@
-"""Bags of equal size, one for each row."""
+"""embedding_bag on bags of equal size, one per row."""
 
 from __future__ import annotations
 

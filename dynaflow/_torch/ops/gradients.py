@@ -1,4 +1,4 @@
-"""Gradients of an operator by calling what it stands for again."""
+"""Gradients of an operator by recomputing it under autograd."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gradients_of(
     wanted: Sequence[bool],
     gradients: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Of what `call` makes, with respect to the tensors that it is `given` and that are wanted."""
+    """Gradients of the results of `call` with respect to the `given` tensors that are `wanted`."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [t.detach().requires_grad_(want) for t, want in zip(given, wanted, strict=True)]
         results = [(r, g) for r, g in zip(call(leaves), gradients, strict=True) if r.requires_grad]

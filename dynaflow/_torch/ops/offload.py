@@ -11,27 +11,27 @@ from dynaflow._torch.ops import library
 
 
 def fetch(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, made on the current stream. Always a copy: from host to host as well."""
+    """Copies to the device on the current stream. Always copies, from host to host too."""
     out = torch.empty_like(host, device=device)
     fetch_into(host, device, out)
     return out
 
 
 def fetch_into(host: Tensor, device: torch.device, out: Tensor) -> None:
-    """The same, into memory that is given."""
+    """The same, into given memory."""
     out.copy_(host, non_blocking=host.is_cpu)
 
 
 def store(x: Tensor) -> Tensor:
-    """A copy in host memory, which is pinned if the tensor is on CUDA. It is made on the current stream: complete for
-    what runs there later, such as a fetch, and for nobody else. Parts of it could only be joined by the host, which
-    does not wait: so it is one operator for all rows."""
+    """Copies to host memory, pinned if the tensor is on CUDA, on the current stream: complete only for later work on
+    that
+    stream, such as a fetch. Only the host could join parts of the copy, and it does not wait: so the operator can't be
+    split."""
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
     return out.copy_(x, non_blocking=True)
 
 
-# Element by element, says the tag: so a host tensor that carries the batch can be fetched in parts, and the result be
-# written straight into memory that is given.
+# The pointwise tag makes it splittable, and lets a compiler write the result straight into given memory.
 library.define("fetch(Tensor host, Device device) -> Tensor", tags=(torch.Tag.pointwise,))
 library.impl("fetch", fetch, "CompositeExplicitAutograd")
 library.define("store(Tensor x) -> Tensor")

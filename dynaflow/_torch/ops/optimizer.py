@@ -1,4 +1,4 @@
-"""The step of an optimizer for some of its parameters: graphs hold numbers, not objects."""
+"""An optimizer's step for some of its parameters, which graphs refer to by number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynaflow._torch.ops import library
 
 
 class Step(Protocol):
-    """Makes the step for some parameters."""
+    """The step for some parameters."""
 
     def step(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None: ...
 
@@ -24,7 +24,7 @@ _steps: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
 
 
 def register_step(step: Step) -> int:
-    """The number by which `torch.ops.dynaflow.update` calls the step, for as long as that lives."""
+    """The number by which `torch.ops.dynaflow.update` calls the step, as long as the step lives."""
     number = next(_numbers)
     _steps[number] = step
     return number

@@ -1,4 +1,4 @@
-"""Matrix products, and fetches, that write into memory that is given."""
+"""Out-variants of matmuls and fetches, which write into given memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from dynaflow._torch.ops import library
 from dynaflow._torch.ops.offload import fetch_into
 
-# Autocast casts what goes into a product to the type of its result, but knows nothing of these: they do it themselves.
+# Autocast does not know these operators, so they cast their arguments to the type of the result.
 
 
 def _linear_out(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -1,7 +1,6 @@
-"""Recurrent layers in one piece: the sequence first, the batch second, nothing dropped out.
+"""Recurrent layers as one operator: sequence first, batch second, no dropout.
 
-A backward pass calls torch's own function again and goes back through that, since the rows of what torch saves for its
-own backward can't be told apart.
+The backward pass recomputes torch's own function under autograd: the tensors that torch saves can't be split by rows.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def _go_back_rnn(kind: str, ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
 
 
 def _autocast_rnn(name: str, input: Tensor, hidden: Sequence[Tensor], weights: Sequence[Tensor], *rest: Any) -> Any:
-    """As torch does where cuDNN runs it: all in the type that autocast says."""
+    """As torch does with cuDNN: all arguments in autocast's dtype."""
     to = torch.get_autocast_dtype("cuda")
     with torch.autocast("cuda", enabled=False):
         call = getattr(torch.ops.dynaflow, name)

@@ -12,7 +12,7 @@ from dynaflow.capture.batch_analysis.signatures import Place, bind, written_name
 RNG = -1
 """Stands for the random generator's state among the storages."""
 Dims = tuple[Place, ...]
-"""On which dim a tensor carries each space of rows."""
+"""On which dim a tensor carries each batch axis."""
 
 
 def written_tensors(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

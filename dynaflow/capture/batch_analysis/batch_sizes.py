@@ -37,12 +37,12 @@ class _Sizes(NamedTuple):
     other: int
 
 
-def _sizes(spaces: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> Iterator[_Sizes]:
+def _sizes(batch_axes: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> Iterator[_Sizes]:
     count = 0
-    for around in with_other_sizes(values, frozenset().union(*spaces)):
+    for around in with_other_sizes(values, frozenset().union(*batch_axes)):
         first = count
         yield _Sizes(around, 1, 1, first)
-        for symbols, prime in zip(spaces, primes, strict=True):
+        for symbols, prime in zip(batch_axes, primes, strict=True):
             for rows in _SAMPLES:
                 yield _Sizes({**around, **dict.fromkeys(symbols, rows)}, rows, 2 * prime, first)
                 count += 1
@@ -60,9 +60,9 @@ def with_other_sizes(values: Values, batch: frozenset[sympy.Symbol]) -> Iterator
 class BatchNumbers:
     """The numbers of one graph, visited node by node in the graph's order."""
 
-    def __init__(self, spaces: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> None:
-        self._spaces, self._primes = spaces, primes
-        self._sizes = [*_sizes(spaces, values, primes)]
+    def __init__(self, batch_axes: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> None:
+        self._batch_axes, self._primes = batch_axes, primes
+        self._sizes = [*_sizes(batch_axes, values, primes)]
         self._at: dict[fx.Node, list[Any]] = {}
         """The value of a number for each of `_sizes`; nothing where that can't be computed."""
         self._follow: dict[fx.Node, frozenset[int]] = {}
@@ -77,7 +77,7 @@ class BatchNumbers:
             return
         if node.op == "placeholder" and isinstance(value, float):  # handed to every part as it is
             return
-        found = frozenset(self._spaces_of(node, value))
+        found = frozenset(self._axes_of(node, value))
         if not found:
             return
         self._follow[node] = found
@@ -87,21 +87,21 @@ class BatchNumbers:
         self._multiples[node] = self._is_multiple(node, value)
 
     def follows(self, node: fx.Node) -> frozenset[int]:
-        """The spaces of rows from whose size the node's number follows."""
+        """The batch axes from whose size the node's number follows."""
         return self._follow.get(node, frozenset())
 
     def is_multiple(self, node: fx.Node) -> bool:
         """Whether it is recomputed for a micro-batch, and is then as much less as that has fewer rows."""
         return self._multiples[node] and node not in self._fixed
 
-    def _spaces_of(self, node: fx.Node, value: Any) -> Iterator[int]:
+    def _axes_of(self, node: fx.Node, value: Any) -> Iterator[int]:
         given = frozenset[int]()
         if node.target is not operator.getitem:  # which takes one of several numbers
             given = given.union(*(self.follows(a) for a in node.all_input_nodes))
         symbols = {s for expr in _expressions(node) for s in expr.free_symbols}
-        for space, (own, prime) in enumerate(zip(self._spaces, self._primes, strict=True)):
-            if space in given or symbols & own or any(_divides(prime, n) for n in _numbers(value)):
-                yield space
+        for axis, (own, prime) in enumerate(zip(self._batch_axes, self._primes, strict=True)):
+            if axis in given or symbols & own or any(_divides(prime, n) for n in _numbers(value)):
+                yield axis
 
     def _sample(self, node: fx.Node, i: int) -> Any:
         """The number for one of the batch sizes, by the same call; None if there is no telling."""

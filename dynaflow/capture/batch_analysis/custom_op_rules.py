@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from dynaflow import _torch
 from dynaflow.capture.batch_analysis.signatures import Call, Dims, Operand, Refusal, Signature, straight, wrap
 from dynaflow.capture.collectives import ELEMENTWISE, EXCHANGING
 from dynaflow.capture.op_registry import by_rows_of, collective_of
@@ -11,7 +12,7 @@ from dynaflow.capture.op_registry import by_rows_of, collective_of
 
 def collective_rule(call: Call) -> Signature | Refusal:
     """Every rank calls with the same rows, so what goes element by element, or along other dims, keeps them."""
-    name = call.func._opname.removesuffix("_coalesced")
+    name = _torch.op_name(call.func).removesuffix("_coalesced")
     tensors = call.inputs()
     if (declared := collective_of(call.func)) is not None:
         along = call[declared.dim] if isinstance(declared.dim, str) else declared.dim

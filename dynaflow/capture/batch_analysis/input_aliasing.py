@@ -33,7 +33,7 @@ Steps = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Extent:
     """Where the elements of a tensor lie: all numbers count bytes, but for `size`."""
 
     start: int
@@ -44,11 +44,11 @@ class Place:
     kind: Any = None
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Place:
+    def of(tensor: torch.Tensor) -> Extent:
         size, width = tuple(tensor.size()), tensor.element_size()
         start, kind = tensor.data_ptr(), (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
         stride = tuple(s * width for s in tensor.stride())
-        return Place(start, start + span(size, tensor.stride()) * width, size, stride, width, kind)
+        return Extent(start, start + span(size, tensor.stride()) * width, size, stride, width, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Overlap:
 
     one: int
     other: int
-    places: tuple[Place, Place]
+    places: tuple[Extent, Extent]
     wrapped: bool = False
     """The memory is that of tensors inside of an input (a DTensor's, say)."""
 
-    def told(self, names: Sequence[str]) -> str:
+    def describe(self, names: Sequence[str]) -> str:
         if self.one == self.other:
             return f"the input {names[self.one]!r} is written, and its elements share memory"
         return f"the inputs {names[self.one]!r} and {names[self.other]!r} share memory, and one of them is written"
@@ -79,20 +79,20 @@ class Overlap:
             for fact in probe.facts.values():
                 if {first, second} <= fact.reads | fact.writes and {first, second} & fact.writes:
                     return False
-        for space, *dims in zip(probe.spaces, *(probe.dims(node) for node in nodes), strict=True):
-            if dims != [None, None] and meets_other_rows(*self.places, dims, sizes[next(iter(space))]):
+        for axis, *dims in zip(probe.batch_axes, *(probe.dims(node) for node in nodes), strict=True):
+            if dims != [None, None] and meets_other_rows(*self.places, dims, sizes[next(iter(axis))]):
                 return False
         return True
 
 
-def overlap(one: Place, other: Place) -> bool:
+def overlap(one: Extent, other: Extent) -> bool:
     """Whether any byte belongs to both."""
     if one.start >= other.end or other.start >= one.end:
         return False
     return _meet(one, other, _steps(one), _steps(other))
 
 
-def meets_other_rows(one: Place, other: Place, dims: Sequence[int | None], rows: int) -> bool:
+def meets_other_rows(one: Extent, other: Extent, dims: Sequence[int | None], rows: int) -> bool:
     """Whether some row of one shares memory with another row of the other. `dims`: where they have their rows."""
     found: list[tuple[Steps, int]] = []
     for place, dim in zip((one, other), dims, strict=True):
@@ -107,12 +107,12 @@ def meets_other_rows(one: Place, other: Place, dims: Sequence[int | None], rows:
     return _meet(one, other, back, forth, further) or _meet(other, one, forth, back, further)
 
 
-def _steps(place: Place, without: int | None = None) -> Steps:
+def _steps(place: Extent, without: int | None = None) -> Steps:
     dims = enumerate(zip(place.size, place.stride, strict=True))
     return [(stride, n - 1) for dim, (n, stride) in dims if dim != without]
 
 
-def _meet(one: Place, other: Place, back: Steps, forth: Steps, *ways: Way) -> bool:
+def _meet(one: Extent, other: Extent, back: Steps, forth: Steps, *ways: Way) -> bool:
     """Whether elements share memory, some steps from the start of each, and some ways further in the other."""
     least, most = Counter[int](), Counter[int]()
     for stride, n in back:
@@ -143,7 +143,7 @@ def written_inputs(graph: CapturedGraph, probe: Probe) -> frozenset[int]:
     return frozenset(n for n, i in enumerate(graph.inputs) if probe.facts[i.node].storages & written)
 
 
-class Sharing:
+class InputAliasing:
     """Looks at the arguments of one graph's calls. `written`: positions of those that it writes; None while that is not
     known, and may be all."""
 
@@ -177,7 +177,7 @@ def _in_order(found: Iterable[Overlap]) -> tuple[Overlap, ...]:
 
 
 def _overlaps_inside(
-    places: dict[int, Place], inside: dict[int, list[torch.Tensor]], written: frozenset[int]
+    places: dict[int, Extent], inside: dict[int, list[torch.Tensor]], written: frozenset[int]
 ) -> Iterator[Overlap]:
     """Where some inputs have no memory of their own, but hold tensors that have."""
     owners, found = list(places), list(places.values())
@@ -191,17 +191,17 @@ def _overlaps_inside(
         yield Overlap(one, other, overlap.places, wrapped=one in inside or other in inside)
 
 
-def _place(arg: Any) -> Place | None:
+def _place(arg: Any) -> Extent | None:
     """None for what has no data."""
     if not isinstance(arg, torch.Tensor) or arg.layout is not torch.strided:
         return None
     try:
-        return Place.of(arg) if arg.data_ptr() and arg.numel() else None
+        return Extent.of(arg) if arg.data_ptr() and arg.numel() else None
     except RuntimeError:  # there is no pointer
         return None
 
 
-def _overlaps(places: dict[int, Place], written: frozenset[int]) -> Iterator[Overlap]:
+def _overlaps(places: dict[int, Extent], written: frozenset[int]) -> Iterator[Overlap]:
     order = sorted(places, key=lambda i: (places[i].start, i))
     for n, i in enumerate(order):
         one = places[i]
@@ -221,7 +221,7 @@ class _Seen:
     def __init__(
         self,
         args: list[Any],
-        places: dict[int, Place],
+        places: dict[int, Extent],
         written: frozenset[int],
         still: list[int],
         found: tuple[Overlap, ...],

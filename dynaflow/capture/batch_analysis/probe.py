@@ -26,7 +26,7 @@ from dynaflow import _torch
 from dynaflow.capture.batch_analysis import higher_order_rules
 from dynaflow.capture.batch_analysis.aten_calls import RNG, Dims, dims_of, label, tensors_in, written_tensors
 from dynaflow.capture.batch_analysis.batch_sizes import BatchNumbers, evaluated, with_other_sizes
-from dynaflow.capture.batch_analysis.probe_memo import Apart, Call, Told
+from dynaflow.capture.batch_analysis.probe_memo import FakeCall, MemoEntry, NotMemoizable
 from dynaflow.capture.batch_analysis.row_rules import Refusal, follow_rows
 from dynaflow.capture.batch_analysis.signatures import Merged, Place, dim_in
 from dynaflow.capture.captured_graph import CapturedGraph, Shape
@@ -56,7 +56,7 @@ _SIZED = {
 """Calls that take sizes: there a batch size is recomputed for each micro-batch. Elsewhere it is a number."""
 
 
-End = Literal["pointwise", "matmul"]
+OutVariant = Literal["pointwise", "matmul"]
 """A loop over elements, which a compiler can let store elsewhere; or a matrix product with an out-variant."""
 
 
@@ -81,7 +81,7 @@ class NodeFacts:
     """An in-place node's result, or one of several, is this argument itself."""
     sized: bool = False
     """A number that follows from the batch's size goes in."""
-    end: End | None = None
+    out_variant: OutVariant | None = None
     """How the result comes about, where that allows to write it straight into memory given from outside."""
     copied: bool = False
     """The result is a plain copy: for other sizes the same call (`reshape`, `to`) may be a view."""
@@ -93,42 +93,43 @@ class NodeFacts:
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """The facts of all nodes, for batch spaces given by their symbols (tokens or rows first, then requests)."""
+    """The facts of all nodes, for batch axes given by their symbols (tokens or rows first, then requests)."""
 
     facts: dict[fx.Node, NodeFacts]
-    spaces: tuple[frozenset[sympy.Symbol], ...]
+    batch_axes: tuple[frozenset[sympy.Symbol], ...]
     rows: tuple[int, ...]
-    """How many rows each space had."""
+    """How many rows each axis had."""
 
     def dims(self, node: fx.Node) -> Dims:
-        """On which dim the node's (tensor) result carries each space."""
-        return _dims(self.facts[node].value, len(self.spaces))
+        """On which dim the node's (tensor) result carries each axis."""
+        return _dims(self.facts[node].value, len(self.batch_axes))
 
     def is_merged(self, node: fx.Node) -> bool:
         """The rows of the node's result lie behind another dim, which was merged into theirs."""
         return any(isinstance(place, Merged) for place in self.dims(node))
 
 
-def probe(graph: CapturedGraph, spaces: tuple[frozenset[sympy.Symbol], ...]) -> Probe:
+def probe(graph: CapturedGraph, batch_axes: tuple[frozenset[sympy.Symbol], ...]) -> Probe:
     """Runs the graph on fake tensors, once, with sizes that give the batch away."""
     for given in graph.inputs:
         if given.shape is not None and _is_tied(given.shape):
             raise Unschedulable(f"the input {given.name!r} is made of windows that overlap; pass a copy of it")
-    known = graph.hints.keys() | frozenset().union(*spaces)
+    known = graph.hints.keys() | frozenset().union(*batch_axes)
     for node, shape in graph.shapes.items():
         if any(size.free_symbols - known for size in (*shape.size, *shape.stride)):
             raise Unschedulable(f"the size of {node.name} depends on a floating-point number, or on data")
     failure: Exception | None = None
     # In pairs, the likeliest first: rare among sizes, and small enough for products of several.
     for first in range(0, len(PRIMES), 2):
-        primes = PRIMES[first : first + len(spaces)]
+        primes = PRIMES[first : first + len(batch_axes)]
         values = dict(graph.hints)
-        values |= {s: 2 * p for p, space in zip(primes, spaces, strict=True) for s in space}
-        if _clashes(graph, values, primes, spaces):
+        values |= {s: 2 * p for p, axis in zip(primes, batch_axes, strict=True) for s in axis}
+        if _clashes(graph, values, primes, batch_axes):
             continue
         try:
-            found = Probe(facts=_run(graph, values, primes, spaces), spaces=spaces, rows=tuple(2 * p for p in primes))
-            graph.merged[spaces] = {n.name: found.dims(n) for n in found.facts if found.is_merged(n)}
+            facts = _run(graph, values, primes, batch_axes)
+            found = Probe(facts=facts, batch_axes=batch_axes, rows=tuple(2 * p for p in primes))
+            graph.merged[batch_axes] = {n.name: found.dims(n) for n in found.facts if found.is_merged(n)}
             return found
         except Contradiction as e:  # the model bounds its batch: try a smaller one
             failure = e
@@ -144,9 +145,9 @@ class Unschedulable(Exception):
 
 
 def _clashes(
-    graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...], spaces: tuple[Any, ...]
+    graph: CapturedGraph, values: dict[sympy.Symbol, int], primes: tuple[int, ...], batch_axes: tuple[Any, ...]
 ) -> bool:
-    batch = frozenset().union(*spaces) if spaces else frozenset()
+    batch = frozenset().union(*batch_axes) if batch_axes else frozenset()
     sizes = {
         concrete(size, values)
         for shape in graph.shapes.values()
@@ -166,13 +167,13 @@ def _fake(shape: Shape, values: dict[sympy.Symbol, int]) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
 
 
-def _dims(tensor: Any, spaces: int) -> Dims:
-    return dims_of(tensor) or (None,) * spaces
+def _dims(tensor: Any, batch_axes: int) -> Dims:
+    return dims_of(tensor) or (None,) * batch_axes
 
 
-def _place(tensor: torch.Tensor, space: int) -> Place:
+def _place(tensor: torch.Tensor, axis: int) -> Place:
     dims = dims_of(tensor)
-    return dims[space] if dims else None
+    return dims[axis] if dims else None
 
 
 def _first_multiple(tensor: torch.Tensor, prime: int) -> int | None:
@@ -199,14 +200,14 @@ def _run(
     graph: CapturedGraph,
     values: dict[sympy.Symbol, int],
     primes: tuple[int, ...],
-    spaces: tuple[frozenset[sympy.Symbol], ...],
+    batch_axes: tuple[frozenset[sympy.Symbol], ...],
 ) -> dict[fx.Node, NodeFacts]:
     grad = torch.is_grad_enabled()
     try:
         # In inference mode operators would come undecomposed: reshape for view, linear for addmm.
         with torch.inference_mode(False), _torch.concrete_fake_mode() as mode, torch.no_grad():
-            saved = graph.forward.merged.get(spaces, {}) if graph.forward is not None else {}
-            run = ProbeRun(graph, values, primes, BatchNumbers(spaces, values, primes), mode, saved)
+            saved = graph.forward.merged.get(batch_axes, {}) if graph.forward is not None else {}
+            run = ProbeRun(graph, values, primes, BatchNumbers(batch_axes, values, primes), mode, saved)
             try:
                 run.run(*run.inputs())
             except Contradiction:
@@ -252,7 +253,7 @@ class ProbeRun(fx.Interpreter):
         self.scrambled: set[int] = set()
         """Those of them that were written since."""
         self.observer = _Observer(self)
-        self.told: dict[Any, tuple[Told, NodeFacts]] = {}
+        self.memo: dict[Any, tuple[MemoEntry, NodeFacts]] = {}
         """By key of a call: what it did."""
 
     def inputs(self) -> list[Any]:
@@ -268,8 +269,8 @@ class ProbeRun(fx.Interpreter):
             elif not given.owned:
                 label(tensor, tuple(_carried(tensor, p, given.batch_dim) for p in self.primes))
             number = self.number(tensor)
-            if given.memory is not None:  # writes to one are seen through the other
-                self.ids[_torch.storage_id(tensor)] = shared.setdefault(given.memory, number)
+            if given.alias_set is not None:  # writes to one are seen through the other
+                self.ids[_torch.storage_id(tensor)] = shared.setdefault(given.alias_set, number)
             made.append(tensor)
         return made
 
@@ -294,7 +295,7 @@ class ProbeRun(fx.Interpreter):
                 self.given.add(self.number(tensor))
                 facts.merged |= node.name not in self.saved and self._shares_its_dim(tensor)
         else:
-            self.call_or_tell(node, facts)
+            self.call_memoized(node, facts)
             if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
                 facts.value = _torch.hinted(node.meta.get("example_value"))
         self.numbers.visit(node, facts.value, not tensors_in(facts.value) and self._is_of_other_dims(node))
@@ -329,26 +330,27 @@ class ProbeRun(fx.Interpreter):
             node = node.args[0]
         return node
 
-    def call_or_tell(self, node: fx.Node, facts: NodeFacts) -> None:
+    def call_memoized(self, node: fx.Node, facts: NodeFacts) -> None:
         """What is alike is called once: most of a model's layers are."""
         if node.target in _REGION:
-            self.told.clear()  # behind it the same call may do something else
+            self.memo.clear()  # behind it the same call may do something else
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         try:
-            call = Call(node.target, args, kwargs, self.number)
-        except Apart:
+            call = FakeCall(node.target, args, kwargs, self.number)
+        except NotMemoizable:
             self._call(node, facts)
             return
-        if call.key in self.told:
-            told, known = self.told[call.key]
-            facts.value, facts.reads, facts.writes = told.again(call, self.mode, self.fresh)
-            facts.refusals, facts.end, facts.copied = dict(known.refusals), known.end, known.copied
+        if call.key in self.memo:
+            entry, known = self.memo[call.key]
+            facts.value, facts.reads, facts.writes = entry.replay(call, self.mode, self.fresh)
+            facts.refusals, facts.out_variant, facts.copied = dict(known.refusals), known.out_variant, known.copied
         elif self._call(node, facts):
-            with contextlib.suppress(Apart):
-                if Call(node.target, args, kwargs, self.number).key == call.key:  # else it has changed its arguments
-                    told = Told.of(call, facts.value, facts.reads, facts.writes)
-                    known = NodeFacts(refusals=dict(facts.refusals), end=facts.end, copied=facts.copied)
-                    self.told[call.key] = (told, known)
+            with contextlib.suppress(NotMemoizable):
+                # Only if the call left its arguments as they were.
+                if FakeCall(node.target, args, kwargs, self.number).key == call.key:
+                    entry = MemoEntry.of(call, facts.value, facts.reads, facts.writes)
+                    known = NodeFacts(refusals=dict(facts.refusals), out_variant=facts.out_variant, copied=facts.copied)
+                    self.memo[call.key] = (entry, known)
 
     def _call(self, node: fx.Node, facts: NodeFacts) -> bool:
         """Whether it could be made."""
@@ -375,8 +377,8 @@ class ProbeRun(fx.Interpreter):
             given = {self.number(t) for a in node.all_input_nodes for t in tensors_in(self.facts[a].value)}
             facts.reads |= given
             facts.writes |= given  # for all that is known
-            for space in range(len(self.primes)):
-                facts.refusals.setdefault(space, f"{node.target} could not be analysed ({type(e).__name__})")
+            for axis in range(len(self.primes)):
+                facts.refusals.setdefault(axis, f"{node.target} could not be analysed ({type(e).__name__})")
             return False
 
     def _note_out(self, node: fx.Node, facts: NodeFacts) -> None:
@@ -386,8 +388,8 @@ class ProbeRun(fx.Interpreter):
         if given <= facts.writes or isinstance(node.target, (_torch.OpOverload, _torch.OpOverloadPacket)):
             return
         facts.value, facts.writes = out, facts.writes | given
-        for space in range(len(self.primes)):
-            facts.refusals.setdefault(space, f"{_called(node)} can't be followed with out=; leave out= away")
+        for axis in range(len(self.primes)):
+            facts.refusals.setdefault(axis, f"{_called(node)} can't be followed with out=; leave out= away")
 
     def _drop_chance_labels(self, node: fx.Node, value: Any) -> None:
         """A size may be the batch's by chance: twice its half, which is one less when the batch is odd."""
@@ -421,7 +423,7 @@ class ProbeRun(fx.Interpreter):
         )
 
     def _lose_rows(self, node: fx.Node, facts: NodeFacts, result: list[torch.Tensor]) -> None:
-        """Notes whether a result's rows can still be told by position once the node has run on a part of the batch."""
+        """Records whether position still identifies the rows of a result after the node has run on a part of them."""
         given = [self.facts[a] for a in node.all_input_nodes]
         if facts.refusals:
             self.regrouped |= facts.storages
@@ -461,16 +463,16 @@ class ProbeRun(fx.Interpreter):
             fill = node.kwargs.get("fill_value", node.args[-1] if len(node.args) > 1 else None)
             sizes_only = sizes_only and not any(fill is a for a in args)
         if not sizes_only:
-            for space in sorted({space for a in args for space in self.numbers.follows(a)}):
-                facts.refusals.setdefault(space, f"{name} uses the size of the batch as a number")
+            for axis in sorted({axis for a in args for axis in self.numbers.follows(a)}):
+                facts.refusals.setdefault(axis, f"{name} uses the size of the batch as a number")
 
     def _refuse_choice_by_size(self, node: fx.Node, facts: NodeFacts) -> None:
         """Without a dim, `cross` takes the first of size 3: the batch's, in a micro-batch of three rows."""
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
         if _called(node) != "cross" or dim is not None:
             return
-        for space in range(len(self.primes)):
-            facts.refusals.setdefault(space, "cross without a dim looks for one of size 3; pass dim=")
+        for axis in range(len(self.primes)):
+            facts.refusals.setdefault(axis, "cross without a dim looks for one of size 3; pass dim=")
 
 
 _WHOLE: dict[Any, Any] = {_torch.LINEAR: torch.ops.aten.linear}
@@ -499,7 +501,7 @@ class _Observer(_torch.TorchDispatchMode):
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Makes the call and notes what it does."""
-        if getattr(func, "_opname", "") in _RESHAPES and not self._is_seen(args[0]):
+        if _torch.op_name(func) in _RESHAPES and not self._is_seen(args[0]):
             return self._reshape(func, args, kwargs)
         self.inside = True
         try:
@@ -510,7 +512,7 @@ class _Observer(_torch.TorchDispatchMode):
             return out
         outs = tensors_in(out)
         given = tensors_in((args, kwargs))
-        schema = getattr(func, "_schema", None)
+        schema = _torch.schema_of(func)
         if schema is None:
             self._touch(given, [] if higher_order_rules.is_known(func) else given)
             self._label(outs, lambda rows, place_of: higher_order_rules.follow(func, args, outs, rows, place_of))
@@ -521,7 +523,7 @@ class _Observer(_torch.TorchDispatchMode):
             self.run.note_reshape(func)
         written = written_tensors(schema, args, kwargs)
         if not (_torch.is_view(schema) or (not written and self._only_looks(outs, given))):
-            self.facts.end, self.facts.copied = _end(func), _name(func) in _COPIES
+            self.facts.out_variant, self.facts.copied = _out_variant(func), _name(func) in _COPIES
             self._touch(given, written)
         self._label(outs, partial(follow_rows, func, args, kwargs, outs, merged=True))
         return out
@@ -534,7 +536,7 @@ class _Observer(_torch.TorchDispatchMode):
     def _reshape(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A call gives another shape to a tensor of its own (`quantile` does): its rows are where a view's would be."""
         with self:
-            view = getattr(torch.ops.aten, func._opname.removesuffix("_"))(*args, **kwargs)
+            view = getattr(torch.ops.aten, _torch.op_name(func).removesuffix("_"))(*args, **kwargs)
         out = func(*args, **kwargs)
         label(out, dims_of(view))
         return out
@@ -542,14 +544,14 @@ class _Observer(_torch.TorchDispatchMode):
     def _label(self, outs: list[torch.Tensor], follow: Callable[..., list[Place] | Refusal]) -> None:
         """Notes on which dim each result carries the batch, as `follow(rows, place_of)` says."""
         dims: list[list[Place]] = [[None] * len(self.run.primes) for _ in outs]
-        for space, prime in enumerate(self.run.primes):
-            found = follow(2 * prime, partial(_place, space=space))
+        for axis, prime in enumerate(self.run.primes):
+            found = follow(2 * prime, partial(_place, axis=axis))
             if isinstance(found, Refusal):
-                self.facts.refusals.setdefault(space, found.reason)
+                self.facts.refusals.setdefault(axis, found.reason)
                 # What was written in place has its rows where they were.
-                found = [_first_multiple(t, prime) if (p := _place(t, space)) is None else p for t in outs]
+                found = [_first_multiple(t, prime) if (p := _place(t, axis)) is None else p for t in outs]
             for i, dim in enumerate(found):
-                dims[i][space] = dim
+                dims[i][axis] = dim
         for tensor, d in zip(outs, dims, strict=True):
             label(tensor, tuple(d))
 
@@ -582,14 +584,14 @@ def _is_view_when_captured(node: fx.Node) -> bool:
 def _called(node: fx.Node) -> str:
     """The name of what a node calls, without an overload's."""
     target: Any = node.target
-    return target if isinstance(target, str) else getattr(target, "_opname", getattr(target, "__name__", ""))
+    return target if isinstance(target, str) else _torch.op_name(target) or getattr(target, "__name__", "")
 
 
 def _name(func: Any) -> str:
-    return func._schema.name.removeprefix("aten::")
+    return _torch.schema_of(func).name.removeprefix("aten::")
 
 
-def _end(func: Any) -> End | None:
+def _out_variant(func: Any) -> OutVariant | None:
     name = _name(func)
     if name in _PRODUCTS:
         return "matmul"

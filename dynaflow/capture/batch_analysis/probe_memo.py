@@ -1,8 +1,8 @@
-"""What a call did in the fake run, told again of calls that are alike: those of a model's layers are.
+"""Results of fake calls, memoised: identical calls (a model's layers repeat them) run once.
 
 Alike are calls of one function whose arguments nothing tells apart: equal numbers, and tensors of equal shape, device
 and labels, which share memory with each other in the same way. Where there is more to a tensor than that, or where a
-call changes more than memory, the call is none that could be told again.
+call changes more than memory, the call is none that can be replayed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Number = Callable[[torch.Tensor], int]
 """Of the memory behind a tensor."""
 
 
-class Apart(Exception):
+class NotMemoizable(Exception):
     """Something that calls may differ by unseen."""
 
 
-class _Look(NamedTuple):
+class _TensorKey(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -38,15 +38,15 @@ class _Look(NamedTuple):
     dims: Dims
 
     @classmethod
-    def of(cls, tensor: Any) -> _Look:
+    def of(cls, tensor: Any) -> _TensorKey:
         if not _torch.is_plain_fake(tensor):
-            raise Apart
+            raise NotMemoizable
         shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         return cls(shape, stride, offset, tensor.dtype, tensor.device, dims_of(tensor))
 
 
-class Call:
-    """A call on fake tensors. Calls with equal keys do the same; raises Apart where that can't be known."""
+class FakeCall:
+    """A call on fake tensors. Calls with equal keys do the same; raises NotMemoizable where that can't be known."""
 
     def __init__(self, target: Any, args: Any, kwargs: Any, number: Number) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -63,7 +63,7 @@ class Call:
             return kind, *map(self._seen, (given.start, given.stop, given.step))
         if kind in (dict, immutable_dict):
             return kind, *((name, self._seen(value)) for name, value in given.items())
-        look = _Look.of(given)
+        look = _TensorKey.of(given)
         self.tensors.append(given)
         return self._places.setdefault(self._number(given), len(self._places)), look
 
@@ -76,12 +76,12 @@ class _Result(NamedTuple):
     """An argument; or a tensor that looks so, in an argument's memory or in memory of its own; or a plain value."""
 
     over: int | None = None
-    look: _Look | None = None
+    look: _TensorKey | None = None
     value: Any = None
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class MemoEntry:
     """What a call did, in terms of its arguments."""
 
     results: tuple[_Result, ...]
@@ -92,17 +92,17 @@ class Told:
     writes: frozenset[int]
 
     @classmethod
-    def of(cls, call: Call, value: Any, reads: set[int], writes: set[int]) -> Told:
+    def of(cls, call: FakeCall, value: Any, reads: set[int], writes: set[int]) -> MemoEntry:
         leaves, tree = _torch.tree_flatten(value)
         results = tuple(_result(leaf, call.tensors) for leaf in leaves)
         new = [_torch.storage_id(t) for t, r in zip(leaves, results, strict=True) if r.look and r.over is None]
         if len(new) != len(set(new)):
-            raise Apart
+            raise NotMemoizable
         touched = dict.fromkeys([*call.memory(tensors_in(leaves)), *sorted(reads | writes)])
         place = {number: i for i, number in enumerate(touched)}
         return cls(results, tree, len(place), frozenset(place[n] for n in reads), frozenset(place[n] for n in writes))
 
-    def again(self, call: Call, mode: Any, fresh: Callable[[], int]) -> tuple[Any, set[int], set[int]]:
+    def replay(self, call: FakeCall, mode: Any, fresh: Callable[[], int]) -> tuple[Any, set[int], set[int]]:
         """The result, and the memory that is read and written; `fresh` gives a number to what nobody else sees."""
         leaves = [self._made(result, call.tensors, mode) for result in self.results]
         touched = call.memory(tensors_in(leaves))
@@ -124,15 +124,15 @@ def _result(leaf: Any, given: list[torch.Tensor]) -> _Result:
     if not isinstance(leaf, torch.Tensor):
         if type(leaf) in _PLAIN or (type(leaf) is torch.Size and all(type(n) is int for n in leaf)):
             return _Result(value=leaf)
-        raise Apart
+        raise NotMemoizable
     same = next((i for i, tensor in enumerate(given) if tensor is leaf), None)
     if same is not None:
         return _Result(over=same)
-    look, behind = _Look.of(leaf), _torch.storage_id(leaf)
+    look, behind = _TensorKey.of(leaf), _torch.storage_id(leaf)
     over = next((i for i, tensor in enumerate(given) if _torch.storage_id(tensor) == behind), None)
     if over is not None and given[over].dtype != leaf.dtype:
-        raise Apart
+        raise NotMemoizable
     alone = span(look.size, look.stride) * leaf.itemsize  # the bytes of memory that is made for it
     if over is None and (look.offset or leaf.untyped_storage().nbytes() != alone):
-        raise Apart  # a view of what nobody else sees
+        raise NotMemoizable  # a view of what nobody else sees
     return _Result(over=over, look=look)

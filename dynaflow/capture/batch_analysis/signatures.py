@@ -89,7 +89,7 @@ class Call:
         rows: int,
         place_of: Callable[[torch.Tensor], Place],
     ) -> Call:
-        return cls(func, outs, rows, place_of, bind(func._schema, args, kwargs))
+        return cls(func, outs, rows, place_of, bind(_torch.schema_of(func), args, kwargs))
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
@@ -117,17 +117,17 @@ class Call:
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors the operator reads or updates, in the order of the schema (no `out=` ones)."""
-        schema = self.func._schema
+        schema = _torch.schema_of(self.func)
         return [t for a in schema.arguments if not a.is_out for t in leaves(self.bound[a.name])]
 
     def written(self) -> list[torch.Tensor]:
         """The tensors the operator writes, in the order of the schema."""
-        names = written_names(self.func._schema, self.bound)
+        names = written_names(_torch.schema_of(self.func), self.bound)
         return [t for name in names for t in leaves(self.bound[name])]
 
     def returned(self) -> list[torch.Tensor | None]:
         """For each result, the argument that it is, where the operator writes one and returns it."""
-        schema = self.func._schema
+        schema = _torch.schema_of(self.func)
         written = {frozenset(a.alias_info.before_set): self.bound[a.name] for a in schema.arguments if a.alias_info}
         aliases = [r.alias_info for r in schema.returns]
         found = [written.get(frozenset(a.before_set)) if a is not None and a.is_write else None for a in aliases]
@@ -135,7 +135,7 @@ class Call:
 
     def given_out(self) -> list[torch.Tensor]:
         """The tensors given as `out=`."""
-        return [t for a in self.func._schema.arguments if a.is_out for t in leaves(self.bound[a.name])]
+        return [t for a in _torch.schema_of(self.func).arguments if a.is_out for t in leaves(self.bound[a.name])]
 
     def carries(self) -> bool:
         return any(self.dim_of(t) is not None for t in (*self.inputs(), *self.written()))
@@ -258,7 +258,7 @@ def spelled(call: Call, text: str) -> Signature:
     """
     left, right = text.split("->")
     words = left.split(",")
-    schema = call.func._schema
+    schema = _torch.schema_of(call.func)
     named = [call[a.name] for a in schema.arguments if not a.is_out and "Tensor" in str(a.type)]
     operands = [
         Operand(tensor, _labels(word, tensor.ndim), word[0] in "?*")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from dynaflow.capture.host_scalars import Numbers
+from dynaflow.capture.host_scalars import HostScalars
 from tests.helpers import Each, compiled, randn
 
 
@@ -24,7 +24,7 @@ def traced(function: object, **values: object) -> fx.GraphModule:
 
 def test_numbers_made_of_numbers_are_taken_out() -> None:
     gm = traced(lambda x, n: (n + 1, x * n, (n + 1) * 2), x=torch.ones(2), n=3)
-    numbers = Numbers(gm)
+    numbers = HostScalars(gm)
     assert numbers.positions == [0, 2]
     args = [torch.ones(2), 5]
     (product,) = gm(*args)
@@ -43,7 +43,7 @@ def product_name(gm: fx.GraphModule) -> str:
 def test_numbers_made_of_tensors_stay(value: Tensor) -> None:
     gm = traced(lambda x: (x * 2, x + 1), x=value)
     code = gm.code
-    assert Numbers(gm).positions == [] and gm.code == code
+    assert HostScalars(gm).positions == [] and gm.code == code
 
 
 def test_counting_on_asks_for_no_other_plan() -> None:

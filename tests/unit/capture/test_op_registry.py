@@ -16,7 +16,7 @@ import dynaflow as df
 from dynaflow import strategies
 from dynaflow.capture import op_registry
 from dynaflow.cost.work import work_of
-from dynaflow.strategies import Comet, CommOverlap, DualBatch, NanoFlow, Searched, TokenWeave
+from dynaflow.strategies import Comet, CommOverlap, DualBatch, NanoFlow, Solver, TokenWeave
 from tests.helpers import Each, Scheduler, assert_equal, compiled, graph_of, randn
 
 CACHE = torch.zeros(64)
@@ -146,7 +146,7 @@ def test_a_searched_order_waits_for_earlier_rows(attention: str) -> None:
     inputs = (torch.arange(9), torch.randn(9, 4))
     expected = Causal()(*inputs)
     CACHE.zero_()
-    fast = compiled(Causal(), Searched(parts=3, attention=attention, seconds=1.0))
+    fast = compiled(Causal(), Solver(parts=3, attention=attention, seconds=1.0))
     torch.testing.assert_close(fast(*inputs), expected)
     assert len(fast.plan(*inputs).micro_batches) == 3
 
@@ -271,8 +271,8 @@ ORDERS: dict[str, Callable[[], df.OpSchedulerBase]] = {
     "dual_batch": lambda: DualBatch(parts=3),
     "comet": lambda: Comet(parts=3),
     "token_weave": lambda: TokenWeave(parts=3),
-    "searched": lambda: Searched(parts=3, attention="*recur", seconds=1.0),
-    "searched in one operator": lambda: Searched(parts=3, attention="*nothing", seconds=1.0),
+    "solver": lambda: Solver(parts=3, attention="*recur", seconds=1.0),
+    "solver in one operator": lambda: Solver(parts=3, attention="*nothing", seconds=1.0),
 }
 
 
@@ -283,7 +283,7 @@ def test_calls_on_a_state_run_in_the_order_of_the_rows(teams: None, order: str) 
     fast = compiled(model, ORDERS[order]())
     torch.testing.assert_close(afresh(fast, x), afresh(model, x))
     graph, plan = graph_of(fast), fast.plan(x)
-    assert [op for op in graph.ops if "recur" in op.functions and op.splittable and op.index in op.follows]
+    assert [op for op in graph.ops if "recur" in op.functions and op.splittable and op.index in op.serial_after]
     assert len(plan.micro_batches) == 3, "it was not cut"
     df.check(plan, graph, 9)
 
@@ -352,7 +352,7 @@ def test_calls_that_only_read_or_write_a_state_wait_for_those_that_do_both() -> 
     fast = compiled(Swept(), backwards(rules))
     torch.testing.assert_close(fast(at, x), expected)
     ops = graph_of(fast).ops
-    found = {op.name: {ops[a].name for a in op.follows} for op in ops if op.name in names}
+    found = {op.name: {ops[a].name for a in op.serial_after} for op in ops if op.name in names}
     assert found == {"sweep": set(names), "remember": {"sweep"}, "look_back": {"remember", "sweep"}}
 
 
@@ -458,7 +458,7 @@ def test_an_operator_that_nobody_declared_is_no_collective() -> None:
     assert not any(op.groups for op in graph_of(fast).ops)
 
 
-@pytest.mark.parametrize("strategy", ["comm_overlap", "nanoflow", "dual_batch", "comet", "token_weave", "searched"])
+@pytest.mark.parametrize("strategy", ["comm_overlap", "nanoflow", "dual_batch", "comet", "token_weave", "solver"])
 def test_strategies_give_declared_collectives_the_lane_of_the_link(teams: None, strategy: str) -> None:
     x = torch.randn(6, 4)
     fast = compiled(Summing(), strategy)
@@ -467,7 +467,7 @@ def test_strategies_give_declared_collectives_the_lane_of_the_link(teams: None, 
     assert [op.groups for op in ops] == [("torch's red",), ("torch's blue",), ("torch's red",)]
     assert all("network" in op.tags and op.splittable for op in ops)
     plan, names = fast.plan(x), {op.name for op in ops}
-    if strategy != "searched":  # which has lanes of its own
+    if strategy != "solver":  # which has lanes of its own
         lanes = {task.lane for task in plan.tasks if names & {item.op for item in task.items}}
         assert lanes == {"network"} or plan.sequential
 
@@ -502,7 +502,7 @@ def test_the_cost_of_a_declared_collective_is_that_of_one(teams: None) -> None:
 
 
 def test_only_operators_can_be_collectives() -> None:
-    with pytest.raises(df.PartitionError, match=r"collective: .* is no operator"):
+    with pytest.raises(df.PartitionError, match=r"collective: .* is not an operator"):
         df.collective(torch.relu, group="group")
 
 

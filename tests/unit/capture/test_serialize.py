@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 
 import dynaflow as df
 from dynaflow import api
-from dynaflow.capture.captured_graph import CapturedGraph, copied
+from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.node_info import module_calls, module_stack, source_line
-from dynaflow.capture.serialize import TOLD, given, is_given, read, written
+from dynaflow.capture.serialize import SAVED_META, dumps, has_example_args, loads, set_example_args
+from dynaflow.core.fx_graphs import copy_module
 from tests.helpers import Each, Stack, graph_of, plans_of, randn
 
 
@@ -22,7 +23,7 @@ def captured(model: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, byt
     found: list[Any] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
-        found.append((copied(gm), written(gm)))
+        found.append((copy_module(gm), dumps(gm)))
         return lambda *taken: found.append(taken) or gm(*taken)
 
     torch._dynamo.reset()
@@ -33,8 +34,8 @@ def captured(model: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, byt
 
 
 def read_for(data: bytes, args: list[Any]) -> fx.GraphModule:
-    gm = read(data)
-    given(gm, args)
+    gm = loads(data)
+    set_example_args(gm, args)
     return gm
 
 
@@ -53,7 +54,7 @@ def test_it_is_the_same_graph(stack: Stack) -> None:
     assert any(map(module_stack, new)) and any(map(source_line, new))
     first, second = CapturedGraph(gm), CapturedGraph(again)
     for one, other in zip(first.inputs, second.inputs, strict=True):
-        for fact in "name", "owned", "shape", "symbol", "still", "pinned":
+        for fact in "name", "owned", "shape", "symbol", "static_address", "pinned":
             assert getattr(one, fact) == getattr(other, fact), (one.name, fact)
     assert list(first.shapes.values()) == list(second.shapes.values())
     assert first.batch_symbols == second.batch_symbols and first.hints == second.hints
@@ -61,7 +62,7 @@ def test_it_is_the_same_graph(stack: Stack) -> None:
 
 def told(node: fx.Node) -> dict[str, Any]:
     """What is not there must not be there: compilers look."""
-    return {name: node.meta[name] for name in TOLD if name in node.meta}
+    return {name: node.meta[name] for name in SAVED_META if name in node.meta}
 
 
 def test_marks_are_kept() -> None:
@@ -80,9 +81,9 @@ def test_it_is_scheduled_and_runs_as_the_captured_one(stack: Stack, operators: s
     x = randn(6, 8)
     gm, data, args = captured(stack, x)
     identities = []
-    given(gm, args)
+    set_example_args(gm, args)
     for graph in gm, read_for(data, args):
-        assert is_given(graph)
+        assert has_example_args(graph)
         engine = api.new_engine(None, {"scheduler": Each(split=2), "operators": operators})
         with torch.no_grad():
             (result,) = engine.backend(graph, list(args))(*args)
@@ -125,18 +126,18 @@ def test_what_can_not_be_written_is_refused() -> None:
     graph = fx.Graph()
     graph.output((graph.call_function(torch.add, (graph.placeholder("x"), graph.get_attr("constant"))),))
     with pytest.raises(ValueError, match=r"a constant of its own: .*get_attr\[target=constant\]"):
-        written(fx.GraphModule({"constant": randn(4)}, graph))
+        dumps(fx.GraphModule({"constant": randn(4)}, graph))
 
 
 def test_what_another_version_wrote_is_refused() -> None:
     _, data, _ = captured(lambda x: x + 1, randn(4, 2))
     with pytest.raises(ValueError, match="another version"):
-        read(data.replace(b"dynaflow graph", b"dynaflow draft", 1))
+        loads(data.replace(b"dynaflow graph", b"dynaflow draft", 1))
 
 
 def test_what_layers_have_in_common_is_written_once() -> None:
     def examples(blocks: int) -> int:
         _, data, _ = captured(Stack(blocks=blocks), randn(6, 8))
-        return len({id(node.meta["example_value"]) for node in read(data).graph.nodes})
+        return len({id(node.meta["example_value"]) for node in loads(data).graph.nodes})
 
     assert examples(2) == examples(9)

@@ -120,8 +120,8 @@ MEASURED = [f"{__name__}:own", "--strategy", f"{__name__}:Beside", "--operators"
 WHOLE = {
     "plan": (["llama-tiny", "--layers", "1"], ["self_attn.", "scaled_dot_product_attention", " memory ", " yes "]),
     "doctor": ([], ['operators="inductor",', "transformers", torch.__version__]),
-    "simulate": (["llama-tiny", "--strategy", "optimizer_beside"], ["optimizer_beside", "limited by", "compute"]),
-    "list": ([], ["deepseek-v2-lite", "DeepseekV2ForCausalLM", "optimizer_beside"]),
+    "simulate": (["llama-tiny", "--strategy", "optimizer_overlap"], ["optimizer_overlap", "limited by", "compute"]),
+    "list": ([], ["deepseek-v2-lite", "DeepseekV2ForCausalLM", "optimizer_overlap"]),
     "run": (MEASURED, ["plain model", "against sequence", "tests.unit.cli.test_commands:Beside", "micro-batches"]),
     "tune": (["llama-tiny", "--layers", "1", "--seconds", "0", *EAGER], ["nanoflow(parts=2)", "limited by"]),
 }  # fmt: skip

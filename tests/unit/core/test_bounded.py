@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from dynaflow.core.bounded import Bounded
+from dynaflow.core.bounded import BoundedDict
 
 
 def test_the_oldest_goes_for_a_new_one() -> None:
-    table = Bounded(2)
+    table = BoundedDict(2)
     table["a"], table["b"] = 1, 2
     table["a"] = 3  # known: it keeps its place
     assert list(table.items()) == [("a", 3), ("b", 2)]
@@ -14,7 +14,7 @@ def test_the_oldest_goes_for_a_new_one() -> None:
 
 def test_what_goes_is_announced() -> None:
     gone: list[int] = []
-    table = Bounded(1, lambda: gone.append(len(table)))
+    table = BoundedDict(1, lambda: gone.append(len(table)))
     table["a"] = 1
     table["a"] = 2
     assert gone == []

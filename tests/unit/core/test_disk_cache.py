@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dynaflow.core import disk_cache
-from dynaflow.core.disk_cache import Store
+from dynaflow.core.disk_cache import DiskCache
 
 KEY, TEXT = "key \n\u00e9 \U0001f600 \ud800", '{"plan": "\u00fc\\n \ud83d\ude00"}'
 
@@ -36,10 +36,10 @@ def files(root: Path) -> list[Path]:
 
 
 def test_found_again(tmp_path: Path) -> None:
-    one = Store("plans", tmp_path)
+    one = DiskCache("plans", tmp_path)
     assert one.get(KEY) is None
     one.put(KEY, TEXT)
-    assert Store("plans", tmp_path).get(KEY) == TEXT
+    assert DiskCache("plans", tmp_path).get(KEY) == TEXT
     assert one.get(KEY + " ") is None
     one.put(KEY, "other")
     assert one.get(KEY) == "other"
@@ -49,21 +49,21 @@ def test_found_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["", "/", "../../up", "\0", "k" * 100_000])
 def test_any_key_and_text(tmp_path: Path, key: str) -> None:
     for text in ("", "\0\n", "t" * 1_000_000):
-        Store("plans", tmp_path).put(key, text)
-        assert Store("plans", tmp_path).get(key) == text
+        DiskCache("plans", tmp_path).put(key, text)
+        assert DiskCache("plans", tmp_path).get(key) == text
     assert files(tmp_path) == [tmp_path / "plans" / hashlib.sha256(key.encode()).hexdigest()]
 
 
 def test_kinds_are_apart(tmp_path: Path) -> None:
-    Store("plans", tmp_path).put(KEY, TEXT)
-    assert Store("choices", tmp_path).get(KEY) is None
+    DiskCache("plans", tmp_path).put(KEY, TEXT)
+    assert DiskCache("choices", tmp_path).get(KEY) is None
 
 
 # --- where ------------------------------------------------------------------------------------------------
 
 
 def test_the_folder_is_read_at_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Store("plans")
+    kept = DiskCache("plans")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert disk_cache.default_root() == tmp_path / "home/.cache/dynaflow"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
@@ -78,7 +78,7 @@ def test_the_folder_is_read_at_use(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Store("plans", tmp_path)
+    kept = DiskCache("plans", tmp_path)
     kept.put(KEY, TEXT)
     monkeypatch.setenv("DYNAFLOW_CACHE", "0")
     assert kept.get(KEY) is None
@@ -115,7 +115,7 @@ def signed(body: bytes) -> bytes:
     ],
 )
 def test_a_damaged_file_is_not_there(tmp_path: Path, harm: object, caplog: pytest.LogCaptureFixture) -> None:
-    kept = Store("plans", tmp_path)
+    kept = DiskCache("plans", tmp_path)
     kept.put("key", TEXT)
     (path,) = files(tmp_path)
     path.write_bytes(harm(path.read_bytes()))  # type: ignore[operator]
@@ -130,7 +130,7 @@ def test_a_damaged_file_is_not_there(tmp_path: Path, harm: object, caplog: pytes
 # --- a disk that does not want -----------------------------------------------------------------------------
 
 
-def useless(kept: Store, caplog: pytest.LogCaptureFixture) -> None:
+def useless(kept: DiskCache, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is kept, nothing is raised, and one warning is all."""
     for _ in range(3):
         kept.put(KEY, TEXT)
@@ -139,7 +139,7 @@ def useless(kept: Store, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_folder_in_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept = Store("plans", tmp_path)
+    kept = DiskCache("plans", tmp_path)
     kept.put(KEY, TEXT)
     (path,) = files(tmp_path)
     path.unlink()
@@ -149,7 +149,7 @@ def test_a_folder_in_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_a_pipe_in_its_place(tmp_path: Path) -> None:
-    kept = Store("plans", tmp_path)
+    kept = DiskCache("plans", tmp_path)
     kept.put(KEY, TEXT)
     (path,) = files(tmp_path)
     path.unlink()
@@ -163,11 +163,11 @@ def test_a_pipe_in_its_place(tmp_path: Path) -> None:
 def test_the_path_is_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, root: str) -> None:
     (tmp_path / "plans").write_text("")
     (tmp_path / "below").write_text("")
-    useless(Store("plans", tmp_path / root), caplog)
+    useless(DiskCache("plans", tmp_path / root), caplog)
 
 
 def test_impossible_paths(caplog: pytest.LogCaptureFixture) -> None:
-    useless(Store("plans", Path("/proc/nothing\0here")), caplog)
+    useless(DiskCache("plans", Path("/proc/nothing\0here")), caplog)
 
 
 def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -175,14 +175,14 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    useless(Store("plans"), caplog)
+    useless(DiskCache("plans"), caplog)
 
 
 def test_a_read_only_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     if os.access(tmp_path, os.W_OK):
         pytest.skip("this user may write anywhere")
-    useless(Store("plans", tmp_path), caplog)
+    useless(DiskCache("plans", tmp_path), caplog)
 
 
 @pytest.mark.parametrize("call", ["tempfile.mkstemp", "os.replace", "os.fdopen", "pathlib.Path.mkdir"])
@@ -194,7 +194,7 @@ def test_writes_that_fail(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(call, fails)
-    useless(Store("plans", tmp_path), caplog)
+    useless(DiskCache("plans", tmp_path), caplog)
     assert not files(tmp_path)
 
 
@@ -203,7 +203,7 @@ def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
         raise PermissionError(errno.EACCES, "no")
 
     monkeypatch.setattr(Path, "read_bytes", fails)
-    useless(Store("plans", tmp_path), caplog)
+    useless(DiskCache("plans", tmp_path), caplog)
 
 
 # --- bounds -----------------------------------------------------------------------------------------------
@@ -217,19 +217,19 @@ def age(root: Path, key: str, seconds: int) -> None:
 def test_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "MAX_FILES", 10)
     monkeypatch.setattr(disk_cache, "TRIM_EVERY", 8)
-    kept = Store("plans", tmp_path)
+    kept = DiskCache("plans", tmp_path)
     for i in range(100):
         kept.put(str(i), TEXT)
         age(tmp_path, str(i), 1000 - i)
         assert len(files(tmp_path)) <= 10 + 8
-    Store("plans", tmp_path).put("100", TEXT)  # a new process looks at its first write
+    DiskCache("plans", tmp_path).put("100", TEXT)  # a new process looks at its first write
     assert {i for i in range(101) if kept.get(str(i))} == set(range(91, 101))
 
 
 def test_large_files_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "MAX_BYTES", 5000)
     monkeypatch.setattr(disk_cache, "TRIM_EVERY", 1)
-    kept = Store("plans", tmp_path)
+    kept = DiskCache("plans", tmp_path)
     for i in range(10):
         kept.put(str(i), "x" * 1000)
         age(tmp_path, str(i), 1000 - i)
@@ -244,7 +244,7 @@ def test_leftovers_go_and_others_stay(tmp_path: Path) -> None:
     (folder / "old.tmp").write_text("of a process that died")
     os.utime(folder / "old.tmp", (0, 0))
     (folder / "new.tmp").write_text("of a process at work")
-    Store("plans", tmp_path).put(KEY, TEXT)
+    DiskCache("plans", tmp_path).put(KEY, TEXT)
     assert not (folder / "old.tmp").exists()
     assert (folder / "new.tmp").exists() and (folder / "a folder").exists()
 
@@ -259,7 +259,7 @@ WORKER = textwrap.dedent("""
     spec.loader.exec_module(disk_cache)
     assert "torch" not in sys.modules
     disk_cache.MAX_FILES, disk_cache.TRIM_EVERY = 6, 3
-    kept, bad, found = disk_cache.Store("plans", __import__("pathlib").Path(sys.argv[2])), [], []
+    kept, bad, found = disk_cache.DiskCache("plans", __import__("pathlib").Path(sys.argv[2])), [], []
 
     def work(seed):
         chance = random.Random(seed)
@@ -290,7 +290,7 @@ def test_processes_and_threads_at_once(tmp_path: Path) -> None:
 def test_a_killed_writer(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WORKER.replace("150", "10**9"), str(disk_cache.__file__), str(tmp_path), "0"]
     worker = subprocess.Popen(command)
-    kept = Store("plans", tmp_path)
+    kept = DiskCache("plans", tmp_path)
     while not files(tmp_path):
         assert worker.poll() is None
     worker.kill()
@@ -304,7 +304,7 @@ def test_a_killed_writer(tmp_path: Path) -> None:
 
 def test_one_warning_from_many_threads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "plans").write_text("")
-    threads = [threading.Thread(target=Store("plans", tmp_path).put, args=(str(i), TEXT)) for i in range(16)]
+    threads = [threading.Thread(target=DiskCache("plans", tmp_path).put, args=(str(i), TEXT)) for i in range(16)]
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert len(caplog.records) == 1

@@ -35,8 +35,8 @@ def test_a_module_and_a_file(folder: Path) -> None:
         ("nowhere_for_imports:a", "no number at 'nowhere_for_imports:a'", "package.module:name"),
         ("nowhere.py:a", "there is no file nowhere.py", "folder/file.py:name"),
         ("pi", "no number at 'pi'", "package.module:name"),
-        ("broken_for_imports.py:a", "importing broken_for_imports.py failed: ValueError: no", "mend it"),
-        ("exits_for_imports.py:a", "failed: SystemExit: 2", "mend it"),
+        ("broken_for_imports.py:a", "importing broken_for_imports.py failed: ValueError: no", "fix the error"),
+        ("exits_for_imports.py:a", "failed: SystemExit: 2", "fix the error"),
     ],
 )
 def test_what_is_not_there(folder: Path, path: str, message: str, advice: str) -> None:
@@ -53,7 +53,7 @@ def test_an_error_in_the_users_file_names_its_line(folder: Path) -> None:
 
 def test_a_file_whose_name_is_taken(folder: Path) -> None:
     (folder / "math.py").write_text("pi = 4\n")
-    with pytest.raises(df.DynaFlowError, match="another module has that name already"):
+    with pytest.raises(df.DynaFlowError, match="another module of that name is already imported"):
         imported("math.py:pi", "number")
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.lower.codegen import generate
 from dynaflow.lower.compile_ops import Operators
-from dynaflow.lower.program import make_program
+from dynaflow.lower.emit import emit
+from dynaflow.lower.passes import make_program
 from tests.helpers import STACK_RULES, Each, Scheduler, Stack, compiled, graph_of, lines_run, run_rest
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "lower" / "golden"
@@ -541,8 +541,8 @@ def test_golden_code(name: str, lanes: int, cuda: bool) -> None:
     """The generated code, to the letter. UPDATE_GOLDEN=1 writes what is found: then read the difference."""
     fast, plan = _tiny(lanes)
     graph = graph_of(fast)
-    sizes = {**graph.graph.hints, **dict.fromkeys(graph.spaces[0], 3)}
-    source = generate(make_program(plan, graph, sizes, Operators("eager"), {}), cuda=cuda, hook=False).source
+    sizes = {**graph.graph.hints, **dict.fromkeys(graph.batch_axes[0], 3)}
+    source = emit(make_program(plan, graph, sizes, Operators("eager"), {}), cuda=cuda, hook=False).source
     file = GOLDEN / f"{name}.py.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         file.write_text(source)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.capture.joint_graph import Passes
+from dynaflow.capture.joint_graph import JointGraph
 from dynaflow.engine import engine, planner
 from dynaflow.errors import FallbackWarning
 from dynaflow.lower.lower import Lowerer
@@ -76,7 +76,7 @@ def test_a_call_runs_unscheduled(where: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_training_step_runs_unscheduled(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = Counting(), Counting()
     plain.load_state_dict(model.state_dict())
-    monkeypatch.setattr(Passes, "read", backward_fails(Passes.read) if backward else fail)
+    monkeypatch.setattr(JointGraph, "read", backward_fails(JointGraph.read) if backward else fail)
     fast = compiled(model, Each(split=2))
     for _ in range(2):
         x, same = randn(6, 4).requires_grad_(), randn(6, 4).requires_grad_()

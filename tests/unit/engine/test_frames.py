@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dynaflow as df
-from dynaflow.strategies.optimizer_beside import OptimizerBeside
+from dynaflow.strategies.optimizer_overlap import OptimizerOverlap
 from dynaflow.strategies.prefetch import Prefetch
 from tests.helpers import STACK_RULES, Stack, compiled, randn
 
@@ -59,8 +59,8 @@ SPLIT: dict[str, Callable[[], df.OpSchedulerBase]] = {
 WRAPPED: dict[str, Callable[[df.OpSchedulerBase], df.OpSchedulerBase]] = {
     "bare": lambda inner: inner,
     "prefetch": Prefetch,
-    "optimizer_beside": OptimizerBeside,
-    "both": lambda inner: Prefetch(OptimizerBeside(inner)),
+    "optimizer_overlap": OptimizerOverlap,
+    "both": lambda inner: Prefetch(OptimizerOverlap(inner)),
 }
 
 

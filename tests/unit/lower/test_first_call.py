@@ -248,7 +248,7 @@ def test_a_layout_that_compiled_code_was_not_made_for() -> None:
         example = torch.empty(4, 8)
     gm = fx.symbolic_trace(lambda x: (x.tanh(),))
     with torch.no_grad():
-        call = _torch.compile_operator(gm, [example], world, still=frozenset(), direct=True, failed=print)
+        call = _torch.compile_operator(gm, [example], world, static=frozenset(), direct=True, failed=print)
         with pytest.raises(AssertionError) as caught:
             call([torch.empty(8, 4).t()])
     assert _torch.is_compilers(caught.value)
@@ -265,7 +265,7 @@ def test_no_later_call_pays_for_it() -> None:
         (whole,) = lowered_of(uncut)
     assert lowered.code is not None
     assert not any(isinstance(value, Untried) for value in lowered.code.names.values())
-    assert not isinstance(whole.run, Untried)
+    assert not isinstance(whole.entry.call, Untried)
 
 
 def test_two_lanes_fail_at_once() -> None:

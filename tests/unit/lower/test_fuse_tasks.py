@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.api import engine_of
-from dynaflow.lower.codegen import Code, event_count, generate
 from dynaflow.lower.compile_ops import Operators
+from dynaflow.lower.emit import Code, emit, event_count
 from dynaflow.lower.fuse_tasks import Unit, make_units
-from dynaflow.lower.program import make_program
+from dynaflow.lower.ir import Program, Replace, Step, Var
+from dynaflow.lower.passes import make_program
 from dynaflow.lower.segments import Segment, make_segments
-from dynaflow.lower.steps import Program, Step
 from dynaflow.runtime.arena import Arena, BlockPool
 from tests.helpers import (
     STACK_RULES,
@@ -473,17 +473,31 @@ def test_error_in_a_task_by_itself_names_that_one() -> None:
 # --- segments: which calls become one graph -------------------------------------------------------------------
 
 
-def program(*steps: str) -> Program:
-    """Hand-made: `x: a0 -> p, q after 1` is a step on lane x that reads a0 and makes p and q."""
+def program(*steps: str, returns: str = "") -> Program:
+    """Hand-made: `x: a -> p, q after 1` is a step on lane x that reads a and makes p and q."""
+    names: dict[str, Var] = {}
     made = []
+
+    def variables(text: str) -> tuple[Var, ...]:
+        for name in text.split():
+            if name not in names:
+                number = len(names)
+                names[name] = Var(id=number, kind="made", value=ord(name), parts=(0,), whole=True)
+        return tuple(names[name] for name in text.split())
+
     for number, text in enumerate(steps):
         found = re.fullmatch(r"(\w+): ([\w ]*)-> ?([\w ]*?)(?: after ([\d ]+))?", text)
         assert found, text
         lane, reads, makes, after = found.groups()
+        call = Replace(makes=variables(makes), function=min, task=number, reads=variables(reads))
         waits = tuple(map(int, (after or "").split()))
-        step = Step(tasks=(number,), lane=lane, title=text, after=waits, reads=reads.split(), makes=makes.split())
-        made.append(step)
-    return Program(arguments=1, lanes=list(dict.fromkeys(s.lane for s in made)), used=[0], steps=made)
+        made.append(Step(tasks=(number,), lane=lane, title=text, after=waits, call=call))
+    lanes = tuple(dict.fromkeys(s.lane for s in made))
+    return Program(arguments=1, inputs=(), lanes=lanes, steps=tuple(made), results=variables(returns))
+
+
+def letters(found: Iterable[Var]) -> str:
+    return " ".join(chr(var.value) for var in found)
 
 
 def runs(program: Program, *outside: int) -> list[tuple[int, ...]]:
@@ -491,7 +505,7 @@ def runs(program: Program, *outside: int) -> list[tuple[int, ...]]:
 
 
 def test_one_lane_is_one_segment() -> None:
-    line = program("x: a0 -> p", "x: p -> q", "x: q -> r")
+    line = program("x: a -> p", "x: p -> q", "x: q -> r")
     assert runs(line) == [(0, 1, 2)]
     assert runs(line, 1) == [(0,), (2,)]
     assert runs(line, 0) == [(1, 2)]
@@ -499,32 +513,32 @@ def test_one_lane_is_one_segment() -> None:
 
 
 def test_outside_step_ends_the_run_of_its_own_lane_only() -> None:
-    two = program("x: a0 -> p", "y: a0 -> q", "x: p -> r", "y: q -> s", "x: r -> t", "y: s -> u")
+    two = program("x: a -> p", "y: a -> q", "x: p -> r", "y: q -> s", "x: r -> t", "y: s -> u")
     assert runs(two) == [(0, 2, 4), (1, 3, 5)]
     assert runs(two, 2) == [(0,), (1, 3, 5), (4,)]
 
 
 def test_runs_end_at_waits_and_at_awaited_steps() -> None:
     # 3 waits for 1. So 3 starts a run on y; and 1 ends one on x, or 3 would wait for 4 as well.
-    two = program("x: a0 -> p", "x: p -> q", "y: a0 -> r", "y: q r -> s after 1", "x: q -> t", "y: s -> u")
+    two = program("x: a -> p", "x: p -> q", "y: a -> r", "y: q r -> s after 1", "x: q -> t", "y: s -> u")
     assert runs(two) == [(0, 1), (2,), (3, 5), (4,)]
     assert runs(two, 0) == [(1,), (2,), (3, 5), (4,)]
 
 
 def test_inputs_outputs_and_what_moves() -> None:
-    made = program("x: a0 w -> p", "x: p w -> q q_0", "x: q_0 -> r", "x: r q -> s", "x: s r p -> t")
-    made.final_reads = ["t", "q"]
+    made = program("x: a w -> p", "x: p w -> q h", "x: h -> r", "x: r q -> s", "x: s r p -> t", returns="t q")
     first, second = make_segments(made, frozenset([2]))
-    assert first == Segment(steps=(0, 1), inputs=("a0", "w"), outputs=("p", "q", "q_0"), moving=frozenset())
+    assert (first.steps, letters(first.inputs), letters(first.outputs)) == ((0, 1), "a w", "p q h")
+    assert not first.made_outside
     # r comes from outside, so it is elsewhere each time; q and p are another graph's, and stay. s stays inside.
-    assert second == Segment(steps=(3, 4), inputs=("r", "q", "p"), outputs=("t",), moving=frozenset([0]))
+    assert (second.steps, letters(second.inputs), letters(second.outputs)) == ((3, 4), "r q p", "t")
+    assert second.made_outside == {0}
 
 
-def test_what_nobody_outside_reads_is_not_handed_out() -> None:
-    made = program("x: a0 -> p", "x: p -> q", "y: a0 -> r", "y: r q -> s after 1")
-    made.final_reads = ["s"]
-    assert [(s.inputs, s.outputs) for s in make_segments(made, frozenset())] == [
-        (("a0",), ("q",)), (("a0",), ("r",)), (("r", "q"), ("s",)),
+def test_what_no_other_segment_reads_is_not_handed_out() -> None:
+    made = program("x: a -> p", "x: p -> q", "y: a -> r", "y: r q -> s after 1", returns="s")
+    assert [(letters(s.inputs), letters(s.outputs)) for s in make_segments(made, frozenset())] == [
+        ("a", "q"), ("a", "r"), ("r q", "s"),
     ]  # fmt: skip
 
 
@@ -588,19 +602,19 @@ def in_pieces(model: type[nn.Module], text: str, outside: str) -> tuple[Code, Pr
     """The plan's code with fake graphs, streams and events; and a function that runs it for some inputs."""
     plan, graph = plan_of(model, text)
     fast = captured(model)
-    sizes = {**graph.graph.hints, **dict.fromkeys(graph.spaces[0], len(X))}
+    sizes = {**graph.graph.hints, **dict.fromkeys(graph.batch_axes[0], len(X))}
     operators = Operators("eager")
     operators.writes_into = True
     program = make_program(plan, graph, sizes, operators, {}, pieces=True, outside=frozenset(outside))
     alone = [plan.tasks[step.tasks[0]].items[0].op in outside for step in program.steps]
     segments = make_segments(program, frozenset(s for s, out in enumerate(alone) if out))
-    code = generate(program, cuda=True, hook=False, segments=segments)
+    code = emit(program, cuda=True, hook=False, segments=segments)
     log: list[str] = []
-    argument = re.compile(r"a\d+(_\d+)*")  # of the plan: the engine copies those in
     for n, segment in enumerate(segments):
-        moving = segment.moving | {i for i, name in enumerate(segment.inputs) if argument.fullmatch(name)}
+        # The engine copies the plan's arguments in.
+        moving = segment.made_outside | {i for i, var in enumerate(segment.inputs) if var.root.kind == "argument"}
         code.names[f"graph_{n}"] = FakeGraph(f"graph_{n}", code.names[f"segment_{n}"], moving, log)
-    _, memory = Arena(tuple(program.views.values()), program.arena_bytes, torch.device("cpu"), BlockPool()).take()
+    _, memory = Arena([view for _, view in program.views], program.arena_bytes, torch.device("cpu"), BlockPool()).take()
 
     def run(*inputs: Tensor) -> Any:
         args = arguments_of(fast, *inputs)
@@ -629,7 +643,8 @@ def test_code_of_one_lane_with_an_operator_outside() -> None:
     assert re.findall(r"graph_\d|op\d", body) == ["graph_0", "op2", "graph_1", "op2", "graph_2"]
     assert body.index("graph_1") < body.index("v3_0 = None"), "c's result lives until the graph that reads it has run"
     # d reads what c made, and that is a new tensor each time; a1 reads the argument.
-    assert [sorted(segment.inputs[i] for i in segment.moving) for segment in segments] == [[], ["v3_0"], ["v3_1"]]
+    outside = [[str(segment.inputs[i]) for i in sorted(segment.made_outside)] for segment in segments]
+    assert outside == [[], ["v3_0"], ["v3_1"]]
     model = made(Scan)
     first = run(X)
     assert log == ["graph_0", "graph_1", "graph_2"]
@@ -680,7 +695,7 @@ def test_segment_lets_go_of_its_own_values_only() -> None:
     bodies = code.source.split("def run")[0].split("def segment_")[1:]
     for segment, text in zip(segments, bodies, strict=True):
         freed = {name for line in re.findall(r"^\s+(.*) = None$", text, re.M) for name in line.split(" = ")}
-        assert {"v3_0", "v3_1"} <= freed and not freed & {*segment.outputs, *segment.inputs}
+        assert {"v3_0", "v3_1"} <= freed and not freed & {*map(str, segment.outputs), *map(str, segment.inputs)}
     for name in {name for line in re.findall(r"^\s+(.*) = None$", body, re.M) for name in line.split(" = ")}:
         assert re.search(rf"\b{name}\b.* = (graph|op)", body), f"{name} is not known here"
     assert_equal(run(X), made(Scan)(X))
@@ -688,7 +703,7 @@ def test_segment_lets_go_of_its_own_values_only() -> None:
 
 def test_outside_operator_that_writes_into_the_arena_moves_nothing() -> None:
     _, program, segments, _, run = in_pieces(Line, "a0 b0 c0 d0 a1 b1 c1 d1", "c")
-    assert program.views and not any(segment.moving for segment in segments)
+    assert program.views and not any(segment.made_outside for segment in segments)
     model = made(Line)
     for x in (X, X + 1):
         assert_equal(run(x), model(x))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import dynaflow as df
 from dynaflow.core.memory_layout import is_dense, span
 from dynaflow.core.plan import happens_before
-from dynaflow.lower.memory import ALIGNMENT, Buffer, plan_arena
+from dynaflow.lower.memory import ALIGNMENT, Use, plan_arena
 from tests.helpers import (
     Each,
     Scheduler,
@@ -579,40 +579,41 @@ def test_copies_of_what_an_operator_made_are_new(more: Callable[[Tensor, Tensor]
 # --- the arena by itself --------------------------------------------------------------------------------------
 
 
-def buffer(n: int, nbytes: int, writers: set[int], readers: set[int]) -> Buffer:
-    return Buffer(name=f"b{n}", value=n, parts=(0,), own=False, nbytes=nbytes, writers=writers, users=writers | readers)
+def buffer(nbytes: int, writers: set[int], readers: set[int]) -> Use:
+    return Use(nbytes, frozenset(writers), frozenset(writers | readers))
 
 
 @st.composite
-def lanes_and_buffers(draw: st.DrawFn) -> tuple[list[Any], list[Buffer]]:
+def lanes_and_buffers(draw: st.DrawFn) -> tuple[list[Any], list[Use]]:
     steps = []
     for i in range(draw(st.integers(1, 12))):
         after = draw(st.lists(st.integers(0, i - 1), max_size=2, unique=True)) if i else []
         steps.append(SimpleNamespace(lane=draw(st.sampled_from("xyz")), after=tuple(after)))
     buffers = []
-    for n in range(draw(st.integers(1, 10))):
+    for _ in range(draw(st.integers(1, 10))):
         writers = draw(st.sets(st.integers(0, len(steps) - 1), min_size=1, max_size=3))
         readers = draw(st.sets(st.integers(0, len(steps) - 1), max_size=3))
         nbytes = draw(st.one_of(st.integers(0, 8), st.integers(1, 4000)))
-        buffers.append(buffer(n, nbytes, writers, readers))
+        buffers.append(buffer(nbytes, writers, readers))
     return steps, buffers
 
 
 @settings(max_examples=300, deadline=None)
 @given(lanes_and_buffers())
-def test_buffers_that_share_memory_never_live_at_once(case: tuple[list[Any], list[Buffer]]) -> None:
+def test_buffers_that_share_memory_never_live_at_once(case: tuple[list[Any], list[Use]]) -> None:
     steps, buffers = case
     before = happens_before(steps)
-    size = plan_arena(buffers, before)
+    offsets, size = plan_arena(buffers, before)
 
-    def precedes(one: Buffer, other: Buffer) -> bool:
+    def precedes(one: Use, other: Use) -> bool:
         return all(before[w] >> u & 1 for u in one.users for w in other.writers)
 
-    for b in buffers:
-        assert b.offset % ALIGNMENT == 0 and b.offset >= 0 and b.offset + b.nbytes <= size
-    for a, b in combinations([b for b in buffers if b.nbytes], 2):
-        apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
-        assert apart or precedes(a, b) or precedes(b, a), f"{a.name} and {b.name} at {a.offset} and {b.offset}"
+    for at, b in zip(offsets, buffers, strict=True):
+        assert at % ALIGNMENT == 0 and at >= 0 and at + b.nbytes <= size
+    placed = [(at, b) for at, b in zip(offsets, buffers, strict=True) if b.nbytes]
+    for (i, a), (j, b) in combinations(placed, 2):
+        apart = i + a.nbytes <= j or j + b.nbytes <= i
+        assert apart or precedes(a, b) or precedes(b, a), f"{a} at {i} and {b} at {j}"
     assert size <= sum(-(-b.nbytes // ALIGNMENT) * ALIGNMENT for b in buffers)
     assert size >= max(b.nbytes for b in buffers)
 
@@ -620,41 +621,39 @@ def test_buffers_that_share_memory_never_live_at_once(case: tuple[list[Any], lis
 def test_chain_needs_two_buffers() -> None:
     """Step i reads what i - 1 wrote and writes the next: two places, however long the chain."""
     steps = [SimpleNamespace(lane="x", after=()) for _ in range(20)]
-    buffers = [buffer(i, 1000, {i}, {i + 1}) for i in range(19)]
-    assert plan_arena(buffers, happens_before(steps)) == 1024 + 1000
-    assert {b.offset for b in buffers} == {0, 1024}
+    offsets, size = plan_arena([buffer(1000, {i}, {i + 1}) for i in range(19)], happens_before(steps))
+    assert size == 1024 + 1000
+    assert set(offsets) == {0, 1024}
 
 
 def test_lanes_share_memory_only_where_they_wait() -> None:
     lanes = [SimpleNamespace(lane=lane, after=()) for lane in "xxyy"]
-    buffers = [buffer(0, 512, {0}, {1}), buffer(1, 512, {2}, {3})]
-    assert plan_arena(buffers, happens_before(lanes)) == 1024
+    buffers = [buffer(512, {0}, {1}), buffer(512, {2}, {3})]
+    assert plan_arena(buffers, happens_before(lanes))[1] == 1024
     lanes[2].after = (1,)  # y starts when x is done
-    assert plan_arena(buffers, happens_before(lanes)) == 512
+    assert plan_arena(buffers, happens_before(lanes))[1] == 512
     lanes[2].after = (0,)  # y starts when x has written, but not yet read
-    assert plan_arena(buffers, happens_before(lanes)) == 1024
+    assert plan_arena(buffers, happens_before(lanes))[1] == 1024
 
 
 def test_every_part_of_a_buffer_counts() -> None:
     """A buffer whose parts are written on two lanes: both must be done, and both may not have begun."""
     lanes = [SimpleNamespace(lane=lane, after=()) for lane in "xyxy"]
-    buffers = [buffer(0, 512, {0, 1}, set()), buffer(1, 512, {2}, set())]
-    assert plan_arena(buffers, happens_before(lanes)) == 1024
+    buffers = [buffer(512, {0, 1}, set()), buffer(512, {2}, set())]
+    assert plan_arena(buffers, happens_before(lanes))[1] == 1024
     lanes[2].after = (1,)
-    assert plan_arena(buffers, happens_before(lanes)) == 512
+    assert plan_arena(buffers, happens_before(lanes))[1] == 512
 
 
 def test_no_buffers_no_arena() -> None:
-    assert plan_arena([], ()) == 0
+    assert plan_arena([], ()) == ([], 0)
 
 
 def test_gap_between_two_is_used() -> None:
     steps = [SimpleNamespace(lane="x", after=()) for _ in range(3)]
-    large, middle = buffer(0, 4096, {0}, {2}), buffer(1, 2048, {0}, {1})
-    small, late = buffer(2, 1024, {0}, {2}), buffer(3, 1536, {2}, {2})
-    size = plan_arena([large, middle, small, late], happens_before(steps))
-    assert (large.offset, middle.offset, small.offset, late.offset) == (0, 4096, 6144, 4096)
-    assert size == 7168
+    large, middle = buffer(4096, {0}, {2}), buffer(2048, {0}, {1})
+    small, late = buffer(1024, {0}, {2}), buffer(1536, {2}, {2})
+    assert plan_arena([large, middle, small, late], happens_before(steps)) == ([0, 4096, 6144, 4096], 7168)
 
 
 def test_layouts_with_holes_are_not_dense() -> None:

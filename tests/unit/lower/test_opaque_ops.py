@@ -15,7 +15,7 @@ import dynaflow as df
 from dynaflow import _torch
 from dynaflow.api import engine_of
 from dynaflow.capture import op_registry
-from dynaflow.capture.op_registry import leaves_some_alone
+from dynaflow.capture.op_registry import has_opaque_ops
 from dynaflow.lower.opaque_ops import in_turn, pieces_of
 from tests.helpers import Pinned
 
@@ -39,7 +39,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     SEEN.clear()
     with op_registry.declarations_restored(), torch.no_grad():
-        op_registry.left_alone("dynaflow_tests::look_outside")
+        op_registry.opaque_ops("dynaflow_tests::look_outside")
         yield
 
 
@@ -154,7 +154,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def test_pieces_that_read_new_memory_are_not_captured() -> None:
-    op_registry.left_alone("dynaflow_tests::look_and_return")
+    op_registry.opaque_ops("dynaflow_tests::look_and_return")
 
     def between(x: Tensor) -> Tensor:
         return look_and_return(x + 1) * 2
@@ -167,7 +167,7 @@ def test_pieces_that_read_new_memory_are_not_captured() -> None:
 
 
 def test_what_may_be_captured_is_captured_with_the_code_around_it() -> None:
-    op_registry.left_alone("dynaflow_tests::look_and_return", capturable=True)
+    op_registry.opaque_ops("dynaflow_tests::look_and_return", capturable=True)
 
     def experts(x: Tensor, weights: list[Tensor]) -> Tensor:
         for weight in weights:
@@ -221,10 +221,10 @@ def test_pieces_are_the_graph_cut_where_something_is_left_alone() -> None:
     nodes = [n for p in pieces for n in p.module.graph.nodes if n.op == "call_function"]
     assert len(nodes) == len([n for n in gm.graph.nodes if n.op == "call_function"])
     for piece in pieces:
-        assert leaves_some_alone(piece.module) == piece.alone
+        assert has_opaque_ops(piece.module) == piece.alone
         for node in piece.writes:
             assert isinstance(node.meta["example_value"], Tensor), "no tuples, which compiled code does not return"
-    assert leaves_some_alone(gm)
+    assert has_opaque_ops(gm)
 
 
 def test_what_a_tuple_holds_is_taken_out_where_it_was_made() -> None:

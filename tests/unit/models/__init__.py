@@ -3,6 +3,6 @@
 build: test_models.py, test_named_models.py
 diffusion: test_named_models.py
 inception: test_named_models.py
-share: test_named_models.py
+parallel: test_named_models.py
 table: test_named_models.py
 """

@@ -10,7 +10,7 @@ import torch
 
 import dynaflow as df
 from dynaflow import _torch
-from dynaflow.models.build import Situation, build, inputs
+from dynaflow.models.build import Workload, build, inputs
 from dynaflow.models.table import MODELS
 
 TINY = [name for name in MODELS if name.endswith("-tiny")]
@@ -39,7 +39,7 @@ def test_small_ones_run_and_are_equal_every_time(name: str) -> None:
     def result() -> torch.Tensor:
         model = build(name, device="cpu", dtype=torch.float32, attention="sdpa")
         with torch.no_grad():
-            return _torch.tree_leaves(model(**inputs(model, Situation(batch=3, prompt=8))))[0]
+            return _torch.tree_leaves(model(**inputs(model, Workload(batch=3, prompt=8))))[0]
 
     before = torch.random.get_rng_state()
     first, second = result(), result()
@@ -52,7 +52,7 @@ def test_small_ones_run_and_are_equal_every_time(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama-tiny", "deepseek-tiny", "gpt2-tiny"])
 def test_decoding_continues_a_full_cache(name: str) -> None:
     model = build(name, device="cpu", dtype=torch.float32, attention="sdpa")
-    given = inputs(model, Situation(batch=3, context=7))
+    given = inputs(model, Workload(batch=3, context=7))
     with torch.no_grad():
         assert model(**given).logits.shape == (3, 1, 512)
     assert all(layer.cumulative_length == 8 for layer in given["past_key_values"].layers)
@@ -86,6 +86,6 @@ def test_what_can_not_be_built(name: str, options: dict[str, int], told: str) ->
 
 def test_inputs_that_a_model_can_not_read() -> None:
     with pytest.raises(df.DynaFlowError, match="does not decode"):
-        inputs(build("bert-tiny"), Situation(batch=2))
+        inputs(build("bert-tiny"), Workload(batch=2))
     with pytest.raises(df.DynaFlowError, match="512 tokens at most"):
-        inputs(build("gpt2-tiny"), Situation(batch=2, prompt=513))
+        inputs(build("gpt2-tiny"), Workload(batch=2, prompt=513))

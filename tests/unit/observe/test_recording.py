@@ -20,15 +20,15 @@ from torch import Tensor, nn
 import dynaflow as df
 from dynaflow.api import engine_of
 from dynaflow.engine import recorder
-from dynaflow.lower.codegen import event_count, generate
 from dynaflow.lower.compile_ops import Operators
-from dynaflow.lower.program import make_program
+from dynaflow.lower.emit import emit, event_count
+from dynaflow.lower.passes import make_program
 from dynaflow.lower.segments import make_segments
 from dynaflow.lower.timing import make_marks
 from dynaflow.observe import recording as recordings
 from dynaflow.observe.document import Document
-from dynaflow.observe.files import of_trace, read
 from dynaflow.observe.page import page
+from dynaflow.observe.readers import of_trace, read
 from tests.helpers import STACK_RULES, Each, Stack, compiled, lowered_of, pretend_graphs, randn, ready_for
 from tests.unit.lower.test_shape_polymorphic import CUTS, Stretching
 from tests.zoo import ZOO
@@ -78,14 +78,14 @@ def test_off_runs_the_very_same_function(line: Any) -> None:
     model, fast, x = line
     (lowered,) = lowered_of(fast)
     source = lowered.plan.code
-    before = (lowered, lowered.run, lowered.code, lowered.code.run, lowered.code.run.__code__)
+    before = (lowered, lowered.entry.call, lowered.code, lowered.code.run, lowered.code.run.__code__)
     with torch.no_grad():
         with df.record() as recording:
             torch.testing.assert_close(fast(x), model(x))
         assert recorder.now is None and len(recording.calls) == 1
         torch.testing.assert_close(fast(x), model(x))
     (lowered,) = lowered_of(fast)
-    after = (lowered, lowered.run, lowered.code, lowered.code.run, lowered.code.run.__code__)
+    after = (lowered, lowered.entry.call, lowered.code, lowered.code.run, lowered.code.run.__code__)
     assert all(a is b for a, b in zip(before, after, strict=True))
     assert lowered.plan.code == source and "marks" not in source and "clock" not in source
     assert "clock()" in lowered.marked().code.source
@@ -329,7 +329,7 @@ def test_launches_of_one_graph_have_one_set_of_times(line: Any) -> None:
         calls = [recordings.RawCall(marks, moments, i, i + 1.0, "thread", "Line", owner, None) for i in range(3)]
         recording.raw_calls[marks.key] = deque(calls)
     assert [bool(call.spans) for call in recording.calls] == [False, False, True]
-    assert f"2 without the times of tasks: {recordings.AGAIN}" in str(recording)
+    assert f"2 without the times of tasks: {recordings.LAST_LAUNCH_ONLY}" in str(recording)
     assert recording.plans[0].median is recording.calls[-1]
 
 
@@ -400,7 +400,7 @@ def cuda_code(fast: Any, x: Tensor, segmented: bool = False) -> tuple[Any, ...]:
     program = make_program(plan, graph, sizes, Operators("eager"), {}, pieces=segmented)
     segments = make_segments(program, frozenset()) if segmented else ()
     marks = make_marks(plan, graph, sizes, program, segments)
-    return generate(program, cuda=True, hook=False, segments=segments, marks=marks), marks, ready.trials.args, program
+    return emit(program, cuda=True, hook=False, segments=segments, marks=marks), marks, ready.trials.args, program
 
 
 @pytest.mark.parametrize("segmented", [False, True])
@@ -438,7 +438,7 @@ def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.M
     moments = [Mark("m", [], 2000.0 + i) for i in range(marks.count)]
     owner = weakref.ref(engine_of(fast).planner)
     with df.record() as recording:
-        recording.bases[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
+        recording.clock_events[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
         recording.raw_calls[marks.key] = deque([recordings.RawCall(marks, moments, 1.0, 2.0, "t", "Line", owner, 7)])
     (call,) = recording.calls
     assert call.spans == tuple((pytest.approx(1.5 + a / 1e3), pytest.approx(1.5 + b / 1e3)) for a, b in marks.spans)
@@ -448,9 +448,9 @@ def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.M
 def test_a_recording_ends_while_a_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the first one on its device."""
     with df.record() as recording:
-        late = lambda device: recording.bases.setdefault(torch.device("cuda", 1), (None, 0.0))  # noqa: E731
+        late = lambda device: recording.clock_events.setdefault(torch.device("cuda", 1), (None, 0.0))  # noqa: E731
         monkeypatch.setattr(torch.cuda, "synchronize", late)
-        recording.bases[torch.device("cuda", 0)] = (None, 0.0)
+        recording.clock_events[torch.device("cuda", 0)] = (None, 0.0)
     assert recording.calls == ()
 
 

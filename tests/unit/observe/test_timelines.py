@@ -25,8 +25,8 @@ from dynaflow.core.plan_text import draw
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
 from dynaflow.observe.document import Counter, Document, TimedTask
-from dynaflow.observe.files import of_trace, read
 from dynaflow.observe.page import baselines, levels, page, scales
+from dynaflow.observe.readers import of_trace, read
 from dynaflow.observe.summary import AFTER, BEFORE, BETWEEN, summarize
 from dynaflow.observe.timelines import of_plan, of_simulation, of_spans
 from tests.helpers import STACK_RULES, Each, Stack, compiled, graph_of, lines_run
@@ -87,7 +87,7 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "after": [0]}]}, "waits for [0]"),
         ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "after": [7]}]}, "waits for [7]"),
         ({"tasks": [{"name": "a", "lane": "x", "start": float("nan"), "end": 1}]}, "from nan to 1"),
-        ({"tasks": [{"lane": "x", "start": 0, "end": 1}]}, "tasks[0]: KeyError('name')"),
+        ({"tasks": [{"lane": "x", "start": 0, "end": 1}]}, "tasks[0].name: missing"),
         ({"tasks": [3]}, "malformed timeline: tasks[0]"),
         ({"lanes": [{"name": "x"}, {"name": "x"}]}, "two lanes"),
         ({"counters": [{"name": "m", "points": [[0, float("inf")]]}]}, "counter m"),
@@ -97,7 +97,7 @@ def test_a_document_is_the_same_after_json() -> None:
         ({"source": "guessed"}, "planned, simulated, measured"),
         ({"format": 7}, "format 7"),
         ({"title": 3}, "expected a string"),
-        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "rows": float("inf")}]}, "OverflowError"),
+        ({"tasks": [{"name": "a", "lane": "x", "start": 0, "end": 1, "rows": 1.5}]}, "rows: expected an integer"),
     ],
 )
 def test_a_wrong_document_is_told(change: dict[str, Any], told: str) -> None:
@@ -194,7 +194,7 @@ def test_the_critical_path_goes_over_lanes() -> None:
         task("c", "x", 5.5, 6.0, after=(1,)),
         task("d", "y", 5.0, 5.2),
     ))  # fmt: skip
-    assert found.path == (0, 1, 3) and found.held == (-1, 0, 0, 1, 1)
+    assert found.path == (0, 1, 3) and found.blocked_by == (-1, 0, 0, 1, 1)
     assert [tuple(s) for s in found.on_path] == [("long", 4.0, 1), ("l.*.a", 1.0, 1), ("c", 0.5, 1)]
     assert found.waiting == pytest.approx(0.5)
 
@@ -254,7 +254,7 @@ def test_whatever_a_clock_says(found: list[tuple[str, int, int, list[int]]]) -> 
 def test_many_tasks_at_one_moment() -> None:
     """Each is held up by the one before it, which is not looked for among all of them."""
     few, many = (document(*(task(f"t{i}", "x", 0.0, 0.0) for i in range(count))) for count in (500, 1000))
-    assert summarize(many).held == tuple(range(-1, 999))
+    assert summarize(many).blocked_by == tuple(range(-1, 999))
     assert lines_run(lambda: summarize(many)) < 2.2 * lines_run(lambda: summarize(few))
 
 

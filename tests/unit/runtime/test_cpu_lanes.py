@@ -15,9 +15,9 @@ import torch
 
 import dynaflow as df
 from dynaflow.core.plan import Lane
-from dynaflow.lower.codegen import generate
 from dynaflow.lower.compile_ops import Operators
-from dynaflow.lower.program import make_program
+from dynaflow.lower.emit import emit
+from dynaflow.lower.passes import make_program
 from dynaflow.runtime.sm_partitions import CtypesDriver, Resource, carve
 from dynaflow.schedule.check import check
 from tests.helpers import STACK_RULES, Scheduler, Stack, compiled, graph_of, randn, run_rest
@@ -235,8 +235,8 @@ def cuda_code(schedule: Callable[[df.ScheduleContext], None]) -> list[str]:
     with torch.no_grad():
         plan = fast.plan(X)
     graph = graph_of(fast)
-    sizes = {**graph.graph.hints, **dict.fromkeys(graph.spaces[0], 6)}
-    source = generate(make_program(plan, graph, sizes, Operators("eager"), {}), cuda=True, hook=False).source
+    sizes = {**graph.graph.hints, **dict.fromkeys(graph.batch_axes[0], 6)}
+    source = emit(make_program(plan, graph, sizes, Operators("eager"), {}), cuda=True, hook=False).source
     return [line.strip() for line in source.splitlines()]
 
 

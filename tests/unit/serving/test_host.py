@@ -14,7 +14,7 @@ from torch import Tensor, fx
 import dynaflow as df
 from dynaflow import _torch, api
 from dynaflow.capture import op_registry
-from dynaflow.serving.host import TOLD, Batch, Hosted, Kept, tell_rows, wrap
+from dynaflow.serving.host import ROW_AWARE, HostedGraph, RaggedBatch, SerializableGraph, inject_row_ranges
 from dynaflow.serving.scheduler import Serving, serving
 from dynaflow.strategies.auto import Auto
 from tests.helpers import Each, count_elastic, graph_of, notes_of
@@ -40,11 +40,11 @@ def _(x: Tensor, layer_name: str) -> Tensor:
     return torch.empty_like(x)
 
 
-class Step(Batch):
+class Step(RaggedBatch):
     """Requests of some lengths, and how many numbers were cut for parts of them."""
 
     def __init__(self, rows: int, lengths: Sequence[int], why_whole: str = "") -> None:
-        super().__init__(rows, lengths, piece=8, most=MOST, why_whole=why_whole)
+        super().__init__(rows, lengths, chunk=8, max_parts=MOST, why_whole=why_whole)
         self.numbers = System.numbers
 
     def part(self, start: int, stop: int) -> Tensor:
@@ -60,21 +60,21 @@ class Step(Batch):
 
 
 def within(start: int, stop: int) -> Any:
-    return System.batch.entered(start, stop)
+    return System.batch.within(start, stop)
 
 
 def model(x: Tensor) -> Tensor:
     return scale(torch.relu(scale(x + 1, "first")), "second") - 1
 
 
-class Graph(Kept):
-    def scheduled(self, gm: fx.GraphModule, inputs: list[Any]) -> Hosted:
+class Graph(SerializableGraph):
+    def scheduled(self, gm: fx.GraphModule, inputs: list[Any]) -> HostedGraph:
         server: Server = self.host
         options = {"scheduler": server.scheduler, "operators": server.operators}
-        source = tell_rows(gm, inputs, server.asks, within)
+        source = inject_row_ranges(gm, inputs, server.asks, within)
         assert source is not None
         engine = api.new_engine(None, {**options, "facts": lambda: System.batch.facts, "batch_dims": source.dims})
-        server.hosted.append(Hosted(engine.backend(gm, inputs), source, engine))
+        server.hosted.append(HostedGraph(engine.backend(gm, inputs), source, engine))
         return server.hosted[-1]
 
 
@@ -90,7 +90,7 @@ class Server:
     ) -> None:
         self.lengths: list[int] = []
         self.why_whole = ""
-        self.hosted: list[Hosted] = []
+        self.hosted: list[HostedGraph] = []
         self.scheduler, self.operators, self.lead = scheduler, operators, lead
         self.model = model
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -100,7 +100,7 @@ class Server:
         self.asked.append((op._opname, dict(given)))
         return op._opname.startswith("system")
 
-    def captured(self, gm: fx.GraphModule, _: Any) -> Kept:
+    def captured(self, gm: fx.GraphModule, _: Any) -> SerializableGraph:
         return Graph.captured(gm, self)
 
     def keep(self, path: Path) -> None:
@@ -143,9 +143,9 @@ def test_operators_find_what_belongs_to_their_rows(operators: str) -> None:
     assert server.serve([40]) == [16, 24]  # between pieces
     assert server.serve([3, 4], why_whole="because") == []
     (hosted,) = server.hosted
-    assert hosted in Hosted.alive
+    assert hosted in HostedGraph.alive
     assert hosted.stats.runs == 5 and len(hosted.plans) >= 3
-    told = getattr(torch.ops, TOLD)
+    told = getattr(torch.ops, ROW_AWARE)
     assert all(op_registry.by_rows_of(getattr(told, name).default) is not None for name in told)
 
 
@@ -209,7 +209,7 @@ def test_what_can_not_be_kept_runs_all_the_same(tmp_path: Path, monkeypatch: pyt
     def refuse(gm: fx.GraphModule) -> bytes:
         raise ValueError("it can't be written")
 
-    monkeypatch.setattr("dynaflow.serving.host.written", refuse)
+    monkeypatch.setattr("dynaflow.serving.host.dumps", refuse)
     server = Server(serving(Each(split=2), MOST))
     with pytest.raises(ValueError, match="it can't be written"):
         server.keep(tmp_path / "kept")
@@ -295,13 +295,13 @@ def test_a_part_is_made_once_and_others_are_refused() -> None:
     server.serve([2, 3, 4, 1])
     batch = System.batch
     made = batch.parts.copy()
-    with batch.entered(0, 5):
+    with batch.within(0, 5):
         assert System.numbers is made[0, 5]
         with pytest.raises(df.DynaFlowError, match="can't be cut into tokens 0 to 3: requests end at"):
             within(0, 3).__enter__()
-    with batch.entered(0, 2), pytest.raises(df.DynaFlowError, match=f"more than {MOST} parts"):
+    with batch.within(0, 2), pytest.raises(df.DynaFlowError, match=f"more than {MOST} parts"):
         within(2, 5).__enter__()
-    with batch.entered(0, 10):
+    with batch.within(0, 10):
         assert System.numbers is batch.numbers
 
 
@@ -377,7 +377,7 @@ def test_auto_tries_what_would_serve() -> None:
         assert server.hosted[0].stats.plans == before
     server.serve([2, 3, 4], why_whole="because")
     (candidate,) = tried
-    assert isinstance(candidate, Serving) and candidate.most == MOST and candidate.in_turns
+    assert isinstance(candidate, Serving) and candidate.max_parts == MOST and candidate.in_turns
     (hosted,) = server.hosted
     assert {lane.name for plan in hosted.plans for lane in plan.lanes} <= {"main"}
 
@@ -392,17 +392,5 @@ def test_tasks_take_turns_where_kernels_share_memory() -> None:
 def test_a_graph_in_which_no_operator_asks_is_left_alone() -> None:
     gm = fx.symbolic_trace(lambda x: x + 1)
     before = str(gm.graph)
-    assert tell_rows(gm, [], lambda op, given: True, within) is None
+    assert inject_row_ranges(gm, [], lambda op, given: True, within) is None
     assert str(gm.graph) == before
-
-
-def test_a_method_is_wrapped() -> None:
-    class Thing:
-        def method(self, number: int) -> int:
-            return number
-
-    thing = Thing()
-    wrap(Thing, "method", lambda method, self, number: method(self, number) + 1)
-    wrap(thing, "method", lambda method, number: method(number) * 10)
-    assert thing.method(1) == 20 and Thing().method(1) == 2
-    assert Thing.method.__name__ == "method"

@@ -8,8 +8,8 @@ comm_overlap: test_strategies.py
 dual_batch: test_strategies.py
 fused: test_strategies.py
 nanoflow: test_strategies.py
-optimizer_beside: ../capture/test_optimizer_ops.py
-searched: test_strategies.py, ../tune/test_tuner.py
+optimizer_overlap: ../capture/test_optimizer_ops.py
 sequential: test_strategies.py
+solver: test_strategies.py
 token_weave: test_strategies.py
 """

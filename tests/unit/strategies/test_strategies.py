@@ -27,7 +27,7 @@ from tests.helpers import (
 from tests.zoo import ZOO, tensors
 
 X = randn(6, 8)
-SPLITTING = ["nanoflow", "dual_batch", "comm_overlap", "searched"]
+SPLITTING = ["nanoflow", "dual_batch", "comm_overlap", "solver"]
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_collectives_run_beside_the_other_half() -> None:
 
 
 def test_sequence_where_there_is_nothing_to_do() -> None:
-    for name in ("comm_overlap", "dual_batch", "nanoflow", "searched"):
+    for name in ("comm_overlap", "dual_batch", "nanoflow", "solver"):
         assert df.compile(Stack(), name, operators="eager").plan(X).sequential, name
     entry = ZOO["llama"]
     assert df.compile(entry.build(), "nanoflow", operators="eager").plan(**entry.inputs(1)).sequential
@@ -134,12 +134,12 @@ def test_small_micro_batches_are_not_worth_it() -> None:
     assert len(fast.plan(**entry.inputs(8)).micro_batches) == 2
 
 
-@pytest.mark.parametrize("name", ["nanoflow", "nanoflow, merged", "searched", "prefetch", "prefetch(nanoflow)"])
+@pytest.mark.parametrize("name", ["nanoflow", "nanoflow, merged", "solver", "prefetch", "prefetch(nanoflow)"])
 def test_nothing_is_copied_to_join_the_parts_of_a_llama(name: str) -> None:
     entry = ZOO["llama"]
     plain, model = entry.build(), entry.build()
     nano = strategies.NanoFlow(merged=("*.mlp",) if "merged" in name else ())
-    scheduler: df.OpSchedulerBase = strategies.Searched(seconds=1.0) if name == "searched" else nano
+    scheduler: df.OpSchedulerBase = strategies.Solver(seconds=1.0) if name == "solver" else nano
     if name.startswith("prefetch"):
         df.offload(model, "cpu", match="*.layers.*")
         scheduler = strategies.Prefetch(nano if "(" in name else None)
@@ -163,7 +163,7 @@ def test_short_enough_to_be_copied(name: str) -> None:
         assert len(lines) <= most, f"{kind.__name__}.{method.__name__}: {len(lines)} lines"
 
 
-@pytest.mark.parametrize("name", [n for n in strategies.CLASSES if n not in ("auto", "searched", "token_weave")])
+@pytest.mark.parametrize("name", [n for n in strategies.CLASSES if n not in ("auto", "solver", "token_weave")])
 def test_written_with_the_public_api(name: str) -> None:
     module = inspect.getmodule(type(strategies.make(name)))
     if name == "sequential":
@@ -216,9 +216,9 @@ def test_options_are_judged_by_plain_annotations() -> None:
     strategies.make("auto", seconds=3, among=["nanoflow"])
 
 
-@pytest.mark.parametrize("name", ["nanoflow", "comm_overlap", "dual_batch", "token_weave", "comet", "searched"])
+@pytest.mark.parametrize("name", ["nanoflow", "comm_overlap", "dual_batch", "token_weave", "comet", "solver"])
 def test_less_than_one_part_is_an_error(name: str) -> None:
-    for options in ({"parts": 0}, {"parts": -1}, {"seconds": -1.0} if name == "searched" else {"min_rows": 0}):
+    for options in ({"parts": 0}, {"parts": -1}, {"seconds": -1.0} if name == "solver" else {"min_rows": 0}):
         ((option, value),) = options.items()
         with pytest.raises(df.ScheduleError, match=rf"(?s){option}={value}.*what to do: pass [01] or more"):
             strategies.make(name, **options)
@@ -229,7 +229,7 @@ def test_fetches_go_with_an_order_that_is_searched_for() -> None:
     plain, model = Stack(), Stack()
     model.load_state_dict(plain.state_dict())
     df.offload(model, "cpu", match="*")
-    fast = compiled(model, strategies.Prefetch(strategies.Searched(attention="*relu", seconds=1.0)))
+    fast = compiled(model, strategies.Prefetch(strategies.Solver(attention="*relu", seconds=1.0)))
     assert_equal(fast(X), plain(X))
 
 
@@ -330,3 +330,12 @@ def test_waiting_for_what_was_not_executed() -> None:
     with pytest.raises(df.ScheduleError, match="was not executed before") as caught:
         compiled(Stack(), Scheduler(schedule, STACK_RULES)).plan(X)
     assert caught.value.op
+
+
+@pytest.mark.parametrize(("old", "new"), [("searched", "solver"), ("optimizer_beside", "optimizer_overlap")])
+def test_former_names_still_work(old: str, new: str) -> None:
+    kind = getattr(strategies, strategies.CLASSES[new])
+    former = next(k for k, v in strategies.ALIASES.items() if v == kind.__name__)
+    assert type(strategies.make(old)) is kind and getattr(strategies, former) is kind
+    assert df.compile(Stack(), old, operators="eager").plan(X).sequential
+    assert old not in strategies.CLASSES, "one name each in lists"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.api import engine_of
-from dynaflow.tune.decision import Decision, Tried
+from dynaflow.tune.decision import Attempt, Decision
 from dynaflow.tune.measure import Timing, side_by_side, timings
-from dynaflow.tune.solver import Piece, list_schedule, solve
+from dynaflow.tune.solver import Job, list_schedule, solve
 from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, randn
 
 X = randn(6, 8)
@@ -324,7 +324,7 @@ def test_timings() -> None:
 
 def test_decision_as_text() -> None:
     timing = Timing(seconds=0.5, ratio=0.5, low=0.4, high=0.6, rounds=9)
-    tried = (Tried(name="sequential", predicted=1.0), Tried(name="fast(parts=2)", predicted=0.5, measured=timing))
+    tried = (Attempt(name="sequential", predicted=1.0), Attempt(name="fast(parts=2)", predicted=0.5, measured=timing))
     decision = Decision(chosen="fast(parts=2)", why="measured", tried=tried, seconds=3.0)
     assert Decision.from_json(decision.to_json()) == decision
     assert "2.000x (1.67-2.50)" in str(decision)
@@ -333,18 +333,18 @@ def test_decision_as_text() -> None:
 # --- order -----------------------------------------------------------------------------------------------
 
 
-def _pieces(seed: int, count: int) -> list[Piece]:
+def _pieces(seed: int, count: int) -> list[Job]:
     rng = random.Random(seed)
     pieces = []
     for i in range(count):
         after = tuple(sorted({rng.randrange(i) for _ in range(rng.randrange(3))})) if i else ()
         lane = rng.choice(["compute", "memory", "network"])
         uses = {name: rng.choice([0.0, 0.3, 0.7, 1.0]) for name in ("power", "link")}
-        pieces.append(Piece(seconds=rng.uniform(0.1, 1.0), lane=lane, after=after, uses=uses))
+        pieces.append(Job(seconds=rng.uniform(0.1, 1.0), lane=lane, after=after, uses=uses))
     return pieces
 
 
-def _check(pieces: list[Piece], starts: list[float], resources: bool) -> float:
+def _check(pieces: list[Job], starts: list[float], resources: bool) -> float:
     slack = 2e-3 * sum(p.seconds for p in pieces)
     ends = [s + p.seconds for s, p in zip(starts, pieces, strict=True)]
     for i, piece in enumerate(pieces):
@@ -381,10 +381,10 @@ def test_solver_finds_what_a_list_does_not() -> None:
     """The longest way first starves the link here; the solver sends early."""
     pytest.importorskip("ortools")
     pieces = [
-        Piece(seconds=2.0, lane="compute", after=(), uses={}),
-        Piece(seconds=1.0, lane="compute", after=(), uses={}),
-        Piece(seconds=3.0, lane="network", after=(1,), uses={}),
-        Piece(seconds=2.5, lane="compute", after=(0,), uses={}),
+        Job(seconds=2.0, lane="compute", after=(), uses={}),
+        Job(seconds=1.0, lane="compute", after=(), uses={}),
+        Job(seconds=3.0, lane="network", after=(1,), uses={}),
+        Job(seconds=2.5, lane="compute", after=(0,), uses={}),
     ]
     solved = solve(pieces, 2.0)
     assert _check(pieces, solved, resources=False) == pytest.approx(5.5, rel=0.01)

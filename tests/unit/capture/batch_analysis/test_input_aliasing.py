@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.capture.batch_analysis.input_aliasing import Place, Sharing, meets_other_rows, overlap
+from dynaflow.capture.batch_analysis.input_aliasing import Extent, InputAliasing, meets_other_rows, overlap
 from dynaflow.core.memory_layout import overlaps_itself
 from tests.helpers import Each, Scheduler, assert_equal, compiled, randn, uneven
 
 
-def drawn(dice: random.Random) -> Place:
+def drawn(dice: random.Random) -> Extent:
     dims = dice.randint(0, 3)
     size, width = [dice.randint(1, 4) for _ in range(dims)], dice.choice([1, 2, 4])
     stride = [dice.choice([0, 1, 1, 2, 3, 4, 5, 8, 12]) for _ in range(dims)]
     memory = torch.empty(200, dtype={1: torch.uint8, 2: torch.int16, 4: torch.int32}[width])
-    place = Place.of(memory.as_strided(size, stride, dice.randint(0, 12)))
+    place = Extent.of(memory.as_strided(size, stride, dice.randint(0, 12)))
     start = place.start - memory.data_ptr()
-    return Place(start, start + place.end - place.start, place.size, place.stride, place.width)
+    return Extent(start, start + place.end - place.start, place.size, place.stride, place.width)
 
 
-def bytes_of(place: Place) -> list[int]:
+def bytes_of(place: Extent) -> list[int]:
     indices = itertools.product(*map(range, place.size))
     starts = [place.start + sum(i * s for i, s in zip(index, place.stride, strict=True)) for index in indices]
     return [start + byte for start in starts for byte in range(place.width)]
@@ -62,10 +62,10 @@ def test_rows_are_told_by_bytes() -> None:
     assert len(seen) == 3, "some are taken to cross that do not"
 
 
-def _row(place: Place, dim: int, row: int) -> Place:
+def _row(place: Extent, dim: int, row: int) -> Extent:
     """Half of a place along a dim of 4."""
     size = tuple(2 if d == dim else n for d, n in enumerate(place.size))
-    return Place(place.start + 2 * row * place.stride[dim], place.end, size, place.stride, place.width)
+    return Extent(place.start + 2 * row * place.stride[dim], place.end, size, place.stride, place.width)
 
 
 def memory(*size: int) -> Tensor:
@@ -341,13 +341,13 @@ def test_gradients_of_what_an_input_was_before_it_is_written(scheduler: str) -> 
         assert_equal([found, x], [wanted, y])
         grads = [torch.autograd.grad(r.square().sum(), model.weight)[0] for r in (found, wanted)]
         torch.testing.assert_close(*grads)
-    assert "'a' as it is before" in fast.stats.plain_reasons[0]
+    assert "'a' as it was before" in fast.stats.plain_reasons[0]
 
 
 def test_calls_that_are_alike_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    look = Sharing.look
-    monkeypatch.setattr(Sharing, "look", lambda self, args: looks.append(1) or look(self, args))
+    look = InputAliasing.look
+    monkeypatch.setattr(InputAliasing, "look", lambda self, args: looks.append(1) or look(self, args))
     fast = compiled(Counting(), Each(split=2))
     with torch.no_grad():
         held = [memory(8, 4) for _ in range(9)]
@@ -362,7 +362,7 @@ def test_calls_that_are_alike_are_not_looked_at_again(monkeypatch: pytest.Monkey
 
 def test_what_overlaps_is_found() -> None:
     def found(*args: Any, written: frozenset[int] | None = None) -> list[tuple[int, int]]:
-        return [(overlap.one, overlap.other) for overlap in Sharing(written).find(list(args))]
+        return [(overlap.one, overlap.other) for overlap in InputAliasing(written).find(list(args))]
 
     t = memory(9, 8)
     assert found(t[1:], t[:-1], 3, None) == [(0, 1)]
@@ -378,11 +378,11 @@ def test_memory_inside_of_tensors_that_wrap_others() -> None:
 
     t = memory(4, 8)
     apart = [TwoTensor(memory(4, 8)[1:], memory(4, 8)[1:]), TwoTensor(memory(4, 8)[1:], memory(4, 8)[1:])]
-    assert not Sharing().find(apart)
+    assert not InputAliasing().find(apart)
     inside = [memory(4, 8), apart[0], TwoTensor(t[1:], memory(4, 8)[1:]), t[:2]]
-    (found,) = Sharing().find(inside)
+    (found,) = InputAliasing().find(inside)
     assert (found.one, found.other, found.wrapped) == (2, 3, True)
-    assert Sharing(frozenset({3})).find(inside) and not Sharing(frozenset({0, 1})).find(inside)
+    assert InputAliasing(frozenset({3})).find(inside) and not InputAliasing(frozenset({0, 1})).find(inside)
 
 
 @pytest.mark.parametrize("first", ["together", "apart"])

@@ -72,7 +72,7 @@ def test_two_inputs_with_a_symbol_each() -> None:
         assert_equal(fast(*inputs), Net()(*inputs))
         plan = fast.plan(*inputs)
     assert whole(plan) == []
-    assert len(graph_of(fast).spaces[0]) == 2, "each input has its own symbol"
+    assert len(graph_of(fast).batch_axes[0]) == 2, "each input has its own symbol"
 
 
 class Megatron(nn.Module):

@@ -1,4 +1,4 @@
-"""Calls that are alike are made once in the fake run: what is told of the others is what they would have done."""
+"""Identical calls run once in the fake run; the memo replays what the others would have done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from dynaflow.capture.batch_analysis import probe as probing
 from dynaflow.capture.batch_analysis.aten_calls import dims_of, tensors_in
 from dynaflow.capture.batch_analysis.probe import Probe
-from dynaflow.capture.batch_analysis.probe_memo import Apart, Told
+from dynaflow.capture.batch_analysis.probe_memo import MemoEntry, NotMemoizable
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.engine import analyzed_graph
 from tests.fuzz.dice import Dice
@@ -24,11 +24,11 @@ from tests.helpers import Stack, compiled
 from tests.zoo import ZOO
 
 Counted = Counter[str]
-"""By name of a function: how often it was told again."""
+"""By name of a function: how often it was replayed."""
 
 
 def never(*_: Any) -> None:
-    raise Apart
+    raise NotMemoizable
 
 
 def looks(found: Probe, node: fx.Node) -> Any:
@@ -38,7 +38,7 @@ def looks(found: Probe, node: fx.Node) -> Any:
         (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device, dims_of(t)) for t in tensors_in(fact.value)
     ]
     plain = fact.value if isinstance(fact.value, (int, float, torch.Size)) else None
-    flags = (fact.scalar, fact.view, fact.sized, fact.end, fact.copied)
+    flags = (fact.scalar, fact.view, fact.sized, fact.out_variant, fact.copied)
     return type(fact.value), tensors, plain, fact.refusals, fact.returns, flags, found.dims(node)
 
 
@@ -53,22 +53,22 @@ def memory(found: Probe) -> Counter[Any]:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Counted:
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Each graph is probed a second time, with every call made, and both have to find the same."""
     counted: Counted = Counter()
-    again, call_or_tell, at = Told.again, probing.ProbeRun.call_or_tell, list[fx.Node]()
+    replay, call_memoized, at = MemoEntry.replay, probing.ProbeRun.call_memoized, list[fx.Node]()
 
     def noted(run: Any, node: fx.Node, facts: Any) -> None:
         at[:] = [node]
-        call_or_tell(run, node, facts)
+        call_memoized(run, node, facts)
 
-    def counting(self: Told, *args: Any) -> Any:
+    def counting(self: MemoEntry, *args: Any) -> Any:
         counted[getattr(at[0].target, "__name__", str(at[0].target))] += 1
-        return again(self, *args)
+        return replay(self, *args)
 
     def twice(graph: CapturedGraph, spaces: Any) -> Probe:
         with monkeypatch.context() as patch:
-            patch.setattr(probing, "Call", never)
+            patch.setattr(probing, "FakeCall", never)
             expected = probing.probe(graph, spaces)
         before = counted.total()
         found = probing.probe(graph, spaces)
@@ -79,8 +79,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counted:
         counted["graphs that had any"] += counted.total() > before + len(found.facts)
         return found
 
-    monkeypatch.setattr(probing.ProbeRun, "call_or_tell", noted)
-    monkeypatch.setattr(Told, "again", counting)
+    monkeypatch.setattr(probing.ProbeRun, "call_memoized", noted)
+    monkeypatch.setattr(MemoEntry, "replay", counting)
     monkeypatch.setattr(analyzed_graph, "probe", twice)
     return counted
 
@@ -90,7 +90,7 @@ def probed(function: Callable[..., Any], *inputs: Any, **options: Any) -> None:
         compiled(function, **options).plan(*inputs)
 
 
-def test_random_graphs(told: Counted) -> None:
+def test_random_graphs(replayed: Counted) -> None:
     cases = 300
     for seed in range(cases):
         group = draw_group(Dice(Random(seed)))
@@ -98,26 +98,26 @@ def test_random_graphs(told: Counted) -> None:
             group.lowered(POINTS[0], seed=0)
         finally:
             group.close()
-    assert told["graphs that had any"] > cases / 5
+    assert replayed["graphs that had any"] > cases / 5
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "t5", "flux"])
-def test_models(name: str, told: Counted) -> None:
+def test_models(name: str, replayed: Counted) -> None:
     entry = ZOO[name]
     if not entry.available:
         pytest.skip(f"{entry.requires} is not installed")
     torch._dynamo.reset()
     with torch.no_grad():
         compiled(entry.build()).plan(**entry.inputs(4))
-    assert told["graphs that had any"] and told.total() - told["nodes"] > told["nodes"] / 5
+    assert replayed["graphs that had any"] and replayed.total() - replayed["nodes"] > replayed["nodes"] / 5
 
 
-def test_one_layer_is_called_for_all(told: Counted) -> None:
+def test_one_layer_is_called_for_all(replayed: Counted) -> None:
     probed(Stack(blocks=6), torch.randn(4, 8))
-    assert told["linear"] == 5 * 3 and told["relu"] == 5
+    assert replayed["linear"] == 5 * 3 and replayed["relu"] == 5
 
 
-def test_views_in_place_writes_and_several_results(told: Counted) -> None:
+def test_views_in_place_writes_and_several_results(replayed: Counted) -> None:
     def model(x: Tensor, state: Tensor) -> Tensor:
         for _ in range(3):
             a, b = x.chunk(2, dim=-1)
@@ -129,29 +129,29 @@ def test_views_in_place_writes_and_several_results(told: Counted) -> None:
         return x
 
     probed(model, torch.randn(4, 8), torch.randn(1, 8), batch_dims={"x": 0, "state": None})
-    assert {"chunk", "topk", "mul_", "cat"} <= set(told)
+    assert {"chunk", "topk", "mul_", "cat"} <= set(replayed)
 
 
-def test_equal_numbers_of_other_types_are_apart(told: Counted) -> None:
+def test_equal_numbers_of_other_types_differ(replayed: Counted) -> None:
     def model(x: Tensor) -> tuple[Tensor, ...]:
         return torch.full((2,), 1), torch.full((2,), True), torch.full((2,), 1.0), x.to(torch.int32).view(torch.float32)
 
     with torch.no_grad():
         fast = compiled(model)
         assert [t.dtype for t in fast(torch.randn(4, 8))[:3]] == [torch.int64, torch.bool, torch.float32]
-    assert not told["full"]
+    assert not replayed["full"]
 
 
-def test_what_is_read_from_data_is_never_told_again(told: Counted) -> None:
+def test_what_is_read_from_data_is_never_replayed(replayed: Counted) -> None:
     def model(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return x * first.item() + x * second.item()
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         probed(model, torch.randn(4, 8), torch.tensor(3), torch.tensor(5))
-    assert told["nodes"] and not told["item"]
+    assert replayed["nodes"] and not replayed["item"]
 
 
-def test_regions_part_what_is_alike(told: Counted) -> None:
+def test_regions_clear_the_memo(replayed: Counted) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,4 +166,4 @@ def test_regions_part_what_is_alike(told: Counted) -> None:
     with torch.no_grad():
         fast = compiled(Mixed())
         assert [t.dtype for t in fast(torch.randn(4, 8))] == [torch.float32, torch.bfloat16, torch.float32]
-    assert not told["linear"]
+    assert not replayed["linear"]

@@ -14,7 +14,7 @@ import dynaflow as df
 UPDATE = "update"
 
 
-class OptimizerBeside(df.WrappingScheduler):
+class OptimizerOverlap(df.WrappingScheduler):
     """Steps on a lane of their own, as soon as they can be made; the rest as `inner` says.
 
     Operators wait until no more than `behind` layers have gradients that are not applied yet. `inner` sees the graph

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 import dynaflow as df
-from dynaflow.tune.paste import configuration, made
+from dynaflow.tune.snippet import code_snippet, make_call
 
 
 def test_a_configuration_that_can_be_pasted() -> None:
-    text = configuration(
+    text = code_snippet(
         [
             ({"x": (8, 4), "y": (2,)}, "nanoflow(parts=2)"),
             ({"x": (8, 5), "y": (2,)}, "prefetch(comm_overlap(parts=3))"),
@@ -27,7 +27,7 @@ def test_a_configuration_that_can_be_pasted() -> None:
 
 
 def test_one_choice_for_all_situations_is_one_call() -> None:
-    text = configuration([({"x": (8,)}, "nanoflow(parts=2)"), ({"x": (4,)}, "nanoflow(parts=2)")])
+    text = code_snippet([({"x": (8,)}, "nanoflow(parts=2)"), ({"x": (4,)}, "nanoflow(parts=2)")])
     names: dict[str, Any] = {"df": df, "model": torch.nn.Identity()}
     exec(text, names)
     assert "CHOSEN" not in text and "cudagraph" not in text
@@ -35,6 +35,6 @@ def test_one_choice_for_all_situations_is_one_call() -> None:
 
 
 def test_names_as_calls() -> None:
-    assert made("sequential") == "make('sequential')"
-    assert made("nanoflow(parts=2)") == "make('nanoflow', parts=2)"
-    assert made("prefetch(nanoflow(parts=2))") == "make('prefetch', inner=make('nanoflow', parts=2))"
+    assert make_call("sequential") == "make('sequential')"
+    assert make_call("nanoflow(parts=2)") == "make('nanoflow', parts=2)"
+    assert make_call("prefetch(nanoflow(parts=2))") == "make('prefetch', inner=make('nanoflow', parts=2))"

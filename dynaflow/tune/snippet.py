@@ -9,16 +9,16 @@ from dynaflow.tune.decision import SEQUENCE
 Sizes = Mapping[str, tuple[int, ...]]
 
 
-def configuration(chosen: Sequence[tuple[Sizes, str]], cudagraph: str | None = None) -> str:
+def code_snippet(chosen: Sequence[tuple[Sizes, str]], cudagraph: str | None = None) -> str:
     """For one situation a call of `compile`; for several, a choice by the sizes of the inputs."""
     graph = f", cudagraph={cudagraph!r}" if cudagraph else ""
     if len({name for _, name in chosen}) == 1:
-        return f"from dynaflow.strategies import make\n\nfast = df.compile(model, {made(chosen[0][1])}{graph})"
-    names = _telling([sizes for sizes, _ in chosen])
+        return f"from dynaflow.strategies import make\n\nfast = df.compile(model, {make_call(chosen[0][1])}{graph})"
+    names = _distinguishing([sizes for sizes, _ in chosen])
     lines = ["from dynaflow.strategies import make", "", "CHOSEN = {"]
     for sizes, name in chosen:
         if name != SEQUENCE:
-            lines.append(f"    {tuple(sizes[n] for n in names)}: {made(name)},")
+            lines.append(f"    {tuple(sizes[n] for n in names)}: {make_call(name)},")
     key = ", ".join(f"ctx.inputs[{n!r}]" for n in names)
     return "\n".join(
         [
@@ -30,16 +30,16 @@ def configuration(chosen: Sequence[tuple[Sizes, str]], cudagraph: str | None = N
     )
 
 
-def made(name: str) -> str:
+def make_call(name: str) -> str:
     """A candidate's name, nanoflow(parts=2) or prefetch(nanoflow(parts=2)), as a call of `make`."""
     kind, _, rest = name.partition("(")
     inner = rest.removesuffix(")")
     if not inner:
         return f"make({kind!r})"
-    return f"make({kind!r}, inner={made(inner)})" if "(" in inner else f"make({kind!r}, {inner})"
+    return f"make({kind!r}, inner={make_call(inner)})" if "(" in inner else f"make({kind!r}, {inner})"
 
 
-def _telling(situations: Sequence[Sizes]) -> list[str]:
+def _distinguishing(situations: Sequence[Sizes]) -> list[str]:
     """The inputs whose sizes tell the situations apart: the first ones that are enough."""
     shared = [n for n in situations[0] if all(n in s for s in situations)]
     for count in range(1, len(shared) + 1):

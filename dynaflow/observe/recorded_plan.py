@@ -1,4 +1,4 @@
-"""Recorded calls, plan by plan."""
+"""RecordedPlan calls, plan by plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Call:
         return sum(e - s for s, e in self.spans) / self.seconds if self.seconds else 0.0
 
 
-class Recorded:
+class RecordedPlan:
     """The calls of one plan."""
 
     def __init__(self, calls: list[Call], marks: Marks, owner: weakref.ref[Planner]) -> None:

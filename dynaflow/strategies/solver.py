@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import dynaflow as df
-from dynaflow.tune.solver import Piece, solve
+from dynaflow.tune.solver import Job, solve
 
 
-class Searched(df.OpSchedulerBase):
+class Solver(df.OpSchedulerBase):
     """`attention`, `collectives`: globs on the calls to cut at. `seconds`: for the solver."""
 
     def __init__(
@@ -40,8 +40,8 @@ class Searched(df.OpSchedulerBase):
             ctx.split(parts)
         items = [item for op in ctx.ops for item in ctx.items(op)]
         place = {item: n for n, item in enumerate(items)}
-        pieces = [
-            Piece(
+        jobs = [
+            Job(
                 seconds=ctx.cost(item),
                 lane=next(iter(item.tags & {"memory", "network"}), "network" if item.op.groups else "compute"),
                 after=tuple(sorted({place[before] for before in ctx.before(item) if before in place})),
@@ -49,7 +49,7 @@ class Searched(df.OpSchedulerBase):
             )
             for item in items
         ]
-        starts = solve(pieces, self.seconds)
+        starts = solve(jobs, self.seconds)
         while ready := ctx.get_ready_ops():
             first = min(ready, key=lambda item: starts[place[item]])
-            ctx.execute(first, lane=pieces[place[first]].lane)
+            ctx.execute(first, lane=jobs[place[first]].lane)

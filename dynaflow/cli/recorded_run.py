@@ -10,7 +10,7 @@ import torch
 import dynaflow as df
 from dynaflow.api import CompiledModel
 from dynaflow.errors import DynaFlowError
-from dynaflow.observe.recorded import Recorded
+from dynaflow.observe.recorded_plan import RecordedPlan
 from dynaflow.observe.recording import Recording
 
 
@@ -50,7 +50,7 @@ def recorded(fast: CompiledModel, inputs: Mapping[str, Any], calls: int) -> Reco
     return recording
 
 
-def longest(recording: Recording) -> Recorded:
+def longest(recording: Recording) -> RecordedPlan:
     """Of the plans that ran, the one that took most of the time."""
     timed = [plan for plan in recording.plans if plan.timed]
     if not timed:

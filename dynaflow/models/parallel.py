@@ -31,7 +31,7 @@ def _experts(config: Any) -> str | None:
     return next((key for key in _EXPERTS if getattr(config, key, None)), None)
 
 
-def divide(name: str, config: Any, tp: int) -> None:
+def shard_config(name: str, config: Any, tp: int) -> None:
     """Makes the config that of one of `tp` GPUs."""
     if not hasattr(config, "num_key_value_heads"):
         raise DynaFlowError(f"it is not known how {name} is shared among {tp} GPUs", advice="leave --tp at 1")
@@ -47,20 +47,20 @@ def divide(name: str, config: Any, tp: int) -> None:
             setattr(config, key, size // tp)
 
 
-def reduce(model: Any) -> None:
+def add_all_reduces(model: Any) -> None:
     """Every GPU has a part of each sum: they are added up where a block ends."""
     for layer in model.model.layers:
         sparse = hasattr(layer.mlp, "experts")
         for module in (layer.self_attn.o_proj, layer.mlp if sparse else layer.mlp.down_proj):
-            module.register_forward_hook(_sum_up)
+            module.register_forward_hook(_all_reduce)
 
 
-def _sum_up(module: nn.Module, args: Any, out: Any) -> Any:
+def _all_reduce(module: nn.Module, args: Any, out: Any) -> Any:
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(out, "sum", GROUP))
 
 
-def share_experts(name: str, model: Any, config: Any, ep: int) -> None:
+def shard_experts(name: str, model: Any, config: Any, ep: int) -> None:
     """Each GPU keeps all of the model but the experts, and all experts' tokens travel."""
     key = _experts(config)
     if key is None:
