@@ -131,7 +131,7 @@ def compile(
         optimizer=optimizer,
     )
     fullgraph = validate.flag(fullgraph, "fullgraph")
-    made: CompiledModel = with_methods(*_kind_of(model))(model, _engine(model, options), fullgraph, options)
+    made: CompiledModel = with_methods(*_kind_of(model))(model, new_engine(model, options), fullgraph, options)
     return made
 
 
@@ -320,7 +320,7 @@ class CompiledModel(Proxy):
 
     def __setstate__(self, state: tuple[Any, Options, bool, Any]) -> None:
         model, options, fullgraph, forward = state
-        CompiledModel.__init__(self, model, _engine(model, options), fullgraph, options)
+        CompiledModel.__init__(self, model, new_engine(model, options), fullgraph, options)
         self._df_forward = forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -450,7 +450,7 @@ def backend(
     if engine is None or engine.options is not options:
         far = {"cudagraph": "plan"} if mode == "reduce-overhead" else {}
         try:
-            engine = _engine(None, combined(combined(far, defaults()), check_options(options or {})))
+            engine = new_engine(None, combined(combined(far, defaults()), check_options(options or {})))
         except DynaFlowError as e:  # Dynamo would wrap it: raise it in the call instead
             return Raiser(e)
         if options:
@@ -472,7 +472,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _engine(model: Any, options: Options | Mapping[str, Any]) -> Engine:
+def new_engine(model: Any, options: Options | Mapping[str, Any]) -> Engine:
     if not isinstance(options, Options):
         options = Options(**check_options(options))
     if options.optimizer is not None:

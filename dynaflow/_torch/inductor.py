@@ -145,7 +145,7 @@ def compile_operator(
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    _set_triton_cache_dir(inputs)
+    set_triton_cache_dir(inputs)
     context = TracingContext(symbols.mode)
     made = []
 
@@ -166,7 +166,7 @@ def compile_operator(
     cache = torch._functorch.config.enable_autograd_cache and not direct
     caching = torch._functorch.config.patch(enable_autograd_cache=cache)
     apart = torch._inductor.config.patch(preserve_aliasing())
-    with tracing(context), caching, apart, _assume_host_inputs_aligned(inputs):
+    with tracing(context), caching, apart, assume_host_inputs_aligned(inputs):
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)
@@ -286,7 +286,7 @@ def _same_view(graph: fx.Graph, node: fx.Node, base: fx.Node, instead: fx.Node) 
     return graph.node_copy(node, lambda n: of if n is node.args[0] else n)
 
 
-def _set_triton_cache_dir(inputs: Sequence[Any]) -> None:
+def set_triton_cache_dir(inputs: Sequence[Any]) -> None:
     """Sets Triton's cache folder, which all kernels of the process share, as Inductor does.
 
     Inductor (2.11, 2.13) sets it with its first kernel, but not if it finds all kernels in its own cache. Then other
@@ -299,7 +299,7 @@ def _set_triton_cache_dir(inputs: Sequence[Any]) -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(devices[0].index or 0))
 
 
-def _assume_host_inputs_aligned(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+def assume_host_inputs_aligned(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Has Inductor take tensors on the host for aligned.
 
     Inductor (2.11, 2.13) takes them, and all that is computed from them, for unaligned, so that kernels on the device

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -104,6 +105,19 @@ def opaque_ops(*operators: Any, capturable: bool = False) -> None:
 def call_directly(operator: _torch.OpOverload, function: Callable[..., Any]) -> None:
     """In uncompiled graphs, calls this function in place of the operator, which skips torch's dispatcher."""
     direct_calls[operator] = function
+
+
+@contextlib.contextmanager
+def declarations_restored() -> Iterator[None]:
+    """Undoes at the end what is declared inside: for tests."""
+    tables: tuple[Any, ...] = (_globs, _collectives, _opaque, _capturable)
+    before = [table.copy() for table in tables]
+    try:
+        yield
+    finally:
+        for table, known in zip(tables, before, strict=True):
+            table.clear()
+            table.update(known)
 
 
 def _names(who: str, operators: Sequence[Any]) -> list[str]:

@@ -74,7 +74,7 @@ def examine() -> Iterator[Check]:
         advice="install Python 3.11 or newer", essential=True,
     )  # fmt: skip
     yield _torch()
-    yield _compiler()
+    yield cpp_compiler()
     yield from _cuda()
     yield from _collectives()
     for package, serves, advice in (
@@ -84,7 +84,7 @@ def examine() -> Iterator[Check]:
     ):
         found = _version(package)
         yield Check(name=package, ok=bool(found), found=found or "not installed", serves=serves, advice=advice)
-    yield _cache()
+    yield disk_cache_check()
 
 
 def _torch() -> Check:
@@ -97,7 +97,7 @@ def _torch() -> Check:
     )  # fmt: skip
 
 
-def _compiler() -> Check:
+def cpp_compiler() -> Check:
     own = os.environ.get("CXX")
     found = shutil.which(own or ("clang++" if sys.platform == "darwin" else "g++"))  # where Inductor looks
     return Check(
@@ -170,7 +170,7 @@ def _version(package: str) -> str | None:
         return "of unknown version"
 
 
-def _cache() -> Check:
+def disk_cache_check() -> Check:
     serves, advice = "plans and tuned choices stored for the next process", "DYNAFLOW_CACHE_DIR names another folder"
     if not disk_cache.enabled():
         return Check(name="cache", ok=False, found="off", serves=serves, advice="unset DYNAFLOW_CACHE")

@@ -26,7 +26,7 @@ TRIM_EVERY = 64
 STALE_SECONDS = 3600
 """A temporary file older than this was left by a process that died."""
 
-_failures = itertools.count()  # counting with next() needs no lock
+failures = itertools.count()  # counting with next() needs no lock
 
 
 class DiskCache:
@@ -155,6 +155,6 @@ def _trim(folder: Path) -> None:
 
 def _warn(what: str, error: Exception) -> None:
     """Warns once per process."""
-    if next(_failures) == 0:
+    if next(failures) == 0:
         advice = "DYNAFLOW_CACHE_DIR names another folder, DYNAFLOW_CACHE=0 turns it off"
         logging.getLogger("dynaflow").warning("the cache could not be %s: %s; %s", what, error, advice)

@@ -18,7 +18,8 @@ def invalid(what: str, value: Any, advice: str, error: Kind = DynaFlowError) -> 
 
 def is_integer(value: Any) -> bool:
     """A Python or numpy integer. A bool is a flag, and a float is not exact."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__") or str(getattr(value, "dtype", "")) == "bool":
+    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")  # numpy's or torch's
+    if is_flag or not hasattr(type(value), "__index__"):
         return False
     try:
         operator.index(value)

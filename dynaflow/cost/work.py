@@ -105,11 +105,11 @@ def operator_key(graph: OpGraph, op: Op) -> str:
     """Equal for operators that compute the same on inputs of the same shapes, for any batch, and in any process."""
     known = _known.setdefault(graph, {})
     if op.index not in known:
-        known[op.index] = hashlib.sha256(_text(graph, op).encode()).hexdigest()[:16]
+        known[op.index] = hashlib.sha256(operator_text(graph, op).encode()).hexdigest()[:16]
     return known[op.index]
 
 
-def _text(graph: OpGraph, op: Op) -> str:
+def operator_text(graph: OpGraph, op: Op) -> str:
     """The operator without its names: nodes by number, batch symbols by axis, other sizes as in the capture."""
     names = {s: sympy.Symbol(f"rows{i}") for i, axis in enumerate(graph.batch_axes) for s in axis}
     values = {s: sympy.Integer(n) for s, n in graph.graph.hints.items() if s not in names}

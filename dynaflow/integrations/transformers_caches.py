@@ -83,9 +83,14 @@ class CacheMemory:
             self._pool = []
 
     @property
-    def nbytes(self) -> int:
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Of all blocks."""
         with self._lock:
-            return sum(storage.nbytes() for blocks in self._pool for storage in blocks.storages)
+            return [storage for blocks in self._pool for storage in blocks.storages]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages)
 
 
 class _Shape(NamedTuple):

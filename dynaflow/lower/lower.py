@@ -92,10 +92,10 @@ class Lowerer:
 
     def _lower(self, job: _Job) -> Executable:
         outside = frozenset(op.name for op in job.graph.ops if NO_CAPTURE in op.tags)
-        if self._captures(job) and (self.cudagraph == "pieces" or outside):
+        if self.captures(job) and (self.cudagraph == "pieces" or outside):
             return self._in_pieces(job, outside)
         executable = self._uncut(job) if job.plan.sequential else self._cut(job)[0]
-        return self._as_graph(job, executable) if self._captures(job) else executable
+        return self._as_graph(job, executable) if self.captures(job) else executable
 
     def _cut(self, job: _Job, elastic: bool = False) -> tuple[Executable, Program]:
         program, plan = self._program(job, elastic=elastic)
@@ -250,7 +250,7 @@ class Lowerer:
 
     # CUDA graphs
 
-    def _captures(self, job: _Job) -> bool:
+    def captures(self, job: _Job) -> bool:
         if self.cudagraph is None or job.device.type != "cuda" or self.on_task is not None:
             return False
         elsewhere = [i.name for i in self._used(job) if i.shape is not None and not _capturable(i)]

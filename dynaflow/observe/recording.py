@@ -68,7 +68,7 @@ def private_recording(keep: int = CALLS_PER_PLAN) -> Iterator[Recording]:
         _one.release()
 
 
-class _Raw(NamedTuple):
+class RawCall(NamedTuple):
     """A call as it was recorded, before its events are read."""
 
     marks: Marks
@@ -92,8 +92,8 @@ class Recording:
         """Calls that could not be recorded, by the reason."""
         self._keep = keep
         self._lock = forks.lock()
-        self._raw: dict[object, deque[_Raw]] = {}
-        self._clock_events: dict[torch.device, tuple[Any, float]] = {}
+        self.raw_calls: dict[object, deque[RawCall]] = {}
+        self.clock_events: dict[torch.device, tuple[Any, float]] = {}
         """By device: an event, and the host's time when it happened."""
         self._plans: list[RecordedPlan] = []
 
@@ -104,19 +104,19 @@ class Recording:
         marks = marked.marks
         assert marks is not None
         device = marks.device
-        if marks.cuda and device not in self._clock_events:
-            self._clock_events[device] = _clock_event(device)
-        moments = [] if marks.own else _take_events(marks.count, device) if marks.cuda else [0.0] * marks.count
+        if marks.cuda and device not in self.clock_events:
+            self.clock_events[device] = _clock_event(device)
+        moments = [] if marks.own else take_events(marks.count, device) if marks.cuda else [0.0] * marks.count
         args.append(moments)
         begin = time.perf_counter()
         results = marked(args)
         end = time.perf_counter()
         memory = _allocated(device) if marks.cuda else None
         thread, owner = threading.current_thread().name, weakref.ref(planner)
-        raw = _Raw(marks, moments, begin, end, thread, planner.name, owner, memory)
+        raw = RawCall(marks, moments, begin, end, thread, planner.name, owner, memory)
         with self._lock:
             if self.ended is None:
-                latest = self._raw.setdefault(marks.key, deque())
+                latest = self.raw_calls.setdefault(marks.key, deque())
                 latest.append(raw)
                 if len(latest) > self._keep:
                     _return_events(latest.popleft())
@@ -129,22 +129,22 @@ class Recording:
     def _end(self) -> None:
         with self._lock:
             self.ended = time.perf_counter()
-        for device in tuple(self._clock_events):  # a call that began before may still add one
+        for device in tuple(self.clock_events):  # a call that began before may still add one
             torch.cuda.synchronize(device)
-        groups: dict[Any, tuple[list[Call], _Raw]] = {}
+        groups: dict[Any, tuple[list[Call], RawCall]] = {}
         read: set[int] = set()
-        for raw in sorted((raw for latest in self._raw.values() for raw in latest), key=lambda raw: -raw.begin):
+        for raw in sorted((raw for latest in self.raw_calls.values() for raw in latest), key=lambda raw: -raw.begin):
             call = self._call(raw, read)
             groups.setdefault((id(raw.owner), call.phase, call.plan), ([], raw))[0].append(call)
         self._plans = [RecordedPlan(calls[::-1], raw.marks, raw.owner) for calls, raw in groups.values()]
         self._plans.sort(key=lambda plan: plan.calls[0].begin)
-        for latest in self._raw.values():
+        for latest in self.raw_calls.values():
             for raw in latest:
                 _return_events(raw)
-        self._raw.clear()
-        self._clock_events.clear()
+        self.raw_calls.clear()
+        self.clock_events.clear()
 
-    def _call(self, raw: _Raw, read: set[int]) -> Call:
+    def _call(self, raw: RawCall, read: set[int]) -> Call:
         """Reads the events of a call. `read`: marks that later calls have used, since launches of a graph share
         them."""
         spans: tuple[Span, ...] = ()
@@ -163,10 +163,10 @@ class Recording:
             begin=raw.begin - self.began, end=raw.end - self.began, memory=raw.memory, note=note,
         )  # fmt: skip
 
-    def _times(self, raw: _Raw) -> list[float]:
+    def _times(self, raw: RawCall) -> list[float]:
         if isinstance(raw.moments[0], float):
             return [moment - self.began for moment in raw.moments]
-        base, at = self._clock_events[raw.marks.device]
+        base, at = self.clock_events[raw.marks.device]
         first = raw.moments[raw.marks.spans[0][0]]  # differences are float32: only small ones are exact
         start = at - self.began + base.elapsed_time(first) / 1e3
         return [start + first.elapsed_time(moment) / 1e3 for moment in raw.moments]
@@ -274,27 +274,27 @@ def _clock_event(device: torch.device) -> tuple[Any, float]:
         return event, (before + time.perf_counter()) / 2
 
 
-_events: dict[torch.device, list[Any]] = {}
+spare_events: dict[torch.device, list[Any]] = {}
 """Spare events: creating one takes longer than recording it."""
 _spare = forks.lock()
 
 
-def _take_events(count: int, device: torch.device) -> list[Any]:
+def take_events(count: int, device: torch.device) -> list[Any]:
     """Takes events for the marks of a call."""
     with _spare:
-        events = _events.setdefault(device, [])
+        events = spare_events.setdefault(device, [])
         at = max(0, len(events) - count)
         taken, events[at:] = events[at:], []
     return taken + [_torch.timing_event() for _ in range(count - len(taken))]
 
 
-def _return_events(raw: _Raw) -> None:
+def _return_events(raw: RawCall) -> None:
     """Returns a call's events to the spare ones, except a CUDA graph's, which records them again."""
     device = raw.marks.device
     if raw.marks.cuda and not raw.marks.own:
         with _spare:
-            if len(_events[device]) < MAX_SPARE_EVENTS:
-                _events[device].extend(raw.moments)
+            if len(spare_events[device]) < MAX_SPARE_EVENTS:
+                spare_events[device].extend(raw.moments)
 
 
 def _allocated(device: torch.device) -> int:

@@ -48,6 +48,10 @@ class BlockPool:
         self._blocks: dict[torch.device, list[Block]] = {}
         self._lock = forks.lock()
 
+    def blocks(self, device: torch.device) -> list[Block]:
+        with self._lock:
+            return list(self._blocks.get(device, ()))
+
     def take(self, device: torch.device, nbytes: int) -> Block:
         with self._lock:
             blocks = self._blocks.setdefault(device, [])

@@ -54,7 +54,7 @@ class GraphPool:
         self.streams = CaptureStreams()
         self.lock = forks.rlock()
         self.turns = Turns()
-        self._kept: WeakKeyDictionary[Graphed, None] = WeakKeyDictionary()
+        self.graphs: WeakKeyDictionary[Graphed, None] = WeakKeyDictionary()
         self._handles: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}
 
     def handle(self, device: torch.device) -> Any:
@@ -62,7 +62,7 @@ class GraphPool:
         index = device_index(device)
         if index not in self._handles:
             handle, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-            _record(anchor, lambda args: (), [], self.streams.main(device), handle)
+            record_graph(anchor, lambda args: (), [], self.streams.main(device), handle)
             self._handles[index] = (handle, anchor)
         return self._handles[index][0]
 
@@ -88,11 +88,11 @@ class GraphPool:
 
     def used(self, graphed: Graphed) -> None:
         """Puts it last in the order of use, and lets the first go if there are too many."""
-        self._kept.pop(graphed, None)
-        self._kept[graphed] = None
-        while len(self._kept) > GRAPHS_KEPT:
-            first = next(iter(self._kept.keys()))
-            del self._kept[first]
+        self.graphs.pop(graphed, None)
+        self.graphs[graphed] = None
+        while len(self.graphs) > GRAPHS_KEPT:
+            first = next(iter(self.graphs.keys()))
+            del self.graphs[first]
             first.forget()
 
 
@@ -120,7 +120,7 @@ class Graphed:
         """
         self._function, self._device, self._pool, self._stream = function, device, pool, stream
         self._copied, self._static, self._inner, self._where = list(copied), list(static), inner, where
-        self._graphs: list[_Graph] = []
+        self._graphs: list[GraphCapture] = []
         self.warm, self._off, self._copy_results = warm, False, False
         self._captures = self._replays = 0
         """Captures that were of little use, one after the other; and replays since the last one."""
@@ -165,13 +165,13 @@ class Graphed:
         self._graphs.clear()
         self._captures = 0
 
-    def _find(self, args: Sequence[Any]) -> _Graph | None:
+    def _find(self, args: Sequence[Any]) -> GraphCapture | None:
         for graph in self._graphs:
             if graph.fits(args) and (self._inner or not graph.results_are_held()):
                 return graph
         return None
 
-    def _capture(self, args: Sequence[Any]) -> _Graph:
+    def _capture(self, args: Sequence[Any]) -> GraphCapture:
         fitting = [graph for graph in self._graphs if graph.fits(args)]
         if len(fitting) > 1:  # the results of both are held
             self._copy_results = True
@@ -190,13 +190,13 @@ class Graphed:
         scratch = [] if self._inner else self._pool.segments(self._device)
         self._pool.streams.settle(self._device)
         handle = self._pool.handle(self._device)
-        graph = _Graph(self._function, args, self._copied, self._static, stream, handle, scratch)
+        graph = GraphCapture(self._function, args, self._copied, self._static, stream, handle, scratch)
         self._pool.stats.captures += 1
         self._graphs.append(graph)
         return graph
 
 
-class _Graph:
+class GraphCapture:
     """One capture: for arguments at these addresses."""
 
     def __init__(
@@ -220,10 +220,10 @@ class _Graph:
                 fixed[i] = _torch.view_at(args[i], buffer.untyped_storage(), 0)
         self._copied, self._static = copied, static
         self._buffers = {i: fixed[i] for i in copied}
-        self._copies = [_once(fixed[i]) for i in copied]
+        self._copies = [without_repeats(fixed[i]) for i in copied]
         self._addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         self._graph = torch.cuda.CUDAGraph()
-        outputs = _record(self._graph, function, list(fixed), stream, pool)
+        outputs = record_graph(self._graph, function, list(fixed), stream, pool)
         self._kind, leaves = type(outputs), list(outputs)
         inputs = {_torch.storage_id(fixed[i]): i for i in (*copied, *static)}
         self._outputs: list[tuple[Any, int | None]] = [
@@ -246,7 +246,7 @@ class _Graph:
 
     def replay(self, args: Sequence[Any]) -> None:
         if self._copied:
-            _torch.foreach_copy(self._copies, [_once(args[i]) for i in self._copied])
+            _torch.foreach_copy(self._copies, [without_repeats(args[i]) for i in self._copied])
         self._graph.replay()
 
     def results(self, args: Sequence[Any], copy: bool) -> Any:
@@ -270,7 +270,7 @@ class _Graph:
         return self._kind(found[id(out)] for out, _ in self._outputs)
 
 
-def _record(
+def record_graph(
     graph: torch.cuda.CUDAGraph, function: _torch.Boxed, args: list[Any], stream: torch.cuda.Stream, pool: Any
 ) -> Any:
     torch.cuda.synchronize(stream.device)
@@ -299,7 +299,7 @@ def _record(
         del failed  # it leads back to this frame
 
 
-def _once(tensor: torch.Tensor) -> torch.Tensor:
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     """Each element once: an expanded tensor has the same ones many times, and can't be copied to."""
     if 0 in tensor.stride():
         for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):

@@ -158,7 +158,7 @@ class _Sm(ctypes.Structure):
     _fields_ = [("smCount", ctypes.c_uint)]
 
 
-class _Resource(ctypes.Structure):
+class Resource(ctypes.Structure):
     """CUdevResource: 144 bytes in the headers of CUDA 12.4, 12.8, 13.0 and 13.4."""
 
     _fields_ = [
@@ -186,15 +186,15 @@ class CtypesDriver:
         return self._cuda.cuDeviceGet(ctypes.byref(device), ordinal), device
 
     def cuDeviceGetDevResource(self, device: Any, kind: int) -> tuple[Any, ...]:
-        resource = _Resource()
+        resource = Resource()
         return self._cuda.cuDeviceGetDevResource(device, ctypes.byref(resource), int(kind)), resource
 
     def cuGreenCtxGetDevResource(self, context: Any, kind: int) -> tuple[Any, ...]:
-        resource = _Resource()
+        resource = Resource()
         return self._cuda.cuGreenCtxGetDevResource(context, ctypes.byref(resource), int(kind)), resource
 
     def cuDevSmResourceSplitByCount(self, count: int, resource: Any, flags: int, sms: int) -> tuple[Any, ...]:
-        groups, made, rest = (_Resource * count)(), ctypes.c_uint(count), _Resource()
+        groups, made, rest = (Resource * count)(), ctypes.c_uint(count), Resource()
         error = self._cuda.cuDevSmResourceSplitByCount(
             groups, ctypes.byref(made), ctypes.byref(resource), ctypes.byref(rest), flags, sms
         )
@@ -202,7 +202,7 @@ class CtypesDriver:
 
     def cuDevResourceGenerateDesc(self, resources: list[Any], count: int) -> tuple[Any, ...]:
         desc = ctypes.c_void_p()
-        array = (_Resource * count)(*resources)
+        array = (Resource * count)(*resources)
         return self._cuda.cuDevResourceGenerateDesc(ctypes.byref(desc), array, count), desc
 
     def cuGreenCtxCreate(self, desc: Any, device: Any, flags: int) -> tuple[Any, ...]:

@@ -45,7 +45,7 @@ GAIN = 0.99
 """A winner takes at most this fraction of the sequence's time, and is faster in nine rounds of ten."""
 TRUSTED_GAIN = 0.93
 """The same for a prediction without a measurement."""
-_store = DiskCache("decisions")
+store = DiskCache("decisions")
 _numbers = itertools.count()
 
 Say = Callable[[str], None]
@@ -109,7 +109,7 @@ class Tuner:
         # Plans that are measured anyway need no good prediction; and profiles would differ between ranks.
         if self.measures and len(found) > self.most and not self.ranks:
             with contextlib.suppress(NoRoom):
-                self._profile([first, *found])
+                self.time_operators([first, *found])
         first = self._simulated(first)
         found = sorted((self._simulated(c) for c in found), key=lambda c: c.predicted)
         chosen, why = first, "no other schedule"
@@ -126,7 +126,7 @@ class Tuner:
             seconds=time.perf_counter() - self.start,
         )
         if self.measures and (not found or first.tried.measured or all(c.tried.problem for c in found[: self.most])):
-            _store.put(self._key(), decision.to_json())  # otherwise the next process may have the time, or the memory
+            store.put(self._key(), decision.to_json())  # otherwise the next process may have the time, or the memory
         return chosen.scheduler, decision
 
     # 1. plan
@@ -163,7 +163,7 @@ class Tuner:
 
     # 2. simulate
 
-    def _profile(self, found: list[_Candidate]) -> None:
+    def time_operators(self, found: list[_Candidate]) -> None:
         """Times the operators that were never timed. Takes at most a third of the remaining time."""
         end = time.perf_counter() + (self.end - time.perf_counter()) / 3
         for candidate in found:
@@ -245,7 +245,7 @@ class Tuner:
 
     def _known(self) -> tuple[OpSchedulerBase, Decision] | None:
         """What an earlier process decided, if it is still true."""
-        text = _store.get(self._key())
+        text = store.get(self._key())
         if text is None or self.ranks:  # one rank might find it and another one not
             return None
         try:

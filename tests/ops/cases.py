@@ -473,7 +473,7 @@ def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     """As numbers; nan equals nan."""
     if one.shape != two.shape:
         return False
-    return bool(((one == two) | ((one != one) & (two != two))).all())
+    return bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
 def same(what: str, expected: torch.Tensor, found: Any, values: bool = True) -> None:

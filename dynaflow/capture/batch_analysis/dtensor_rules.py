@@ -18,7 +18,7 @@ from dynaflow import _torch
 from dynaflow.capture.batch_analysis.signatures import Call, Dims, Refusal, leaves
 from dynaflow.core import forks
 
-_answers: dict[Any, Dims | Refusal] = {}
+answers: dict[Any, Dims | Refusal] = {}
 _lock = forks.lock()
 _MAX_ANSWERS = 4096
 
@@ -27,11 +27,11 @@ def ask(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dims | Ref
     """The dim on which each output carries the batch, or a refusal."""
     key = (call.func, call.rows, _key(call, args), _key(call, kwargs), _key(call, call.outs))
     with _lock:
-        if key not in _answers:
-            if len(_answers) >= _MAX_ANSWERS:
-                _answers.clear()
-            _answers[key] = _ask(call, args, kwargs)
-        answer = _answers[key]
+        if key not in answers:
+            if len(answers) >= _MAX_ANSWERS:
+                answers.clear()
+            answers[key] = _ask(call, args, kwargs)
+        answer = answers[key]
     return answer if isinstance(answer, Refusal) else list(answer)
 
 

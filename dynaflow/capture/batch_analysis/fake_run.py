@@ -122,7 +122,7 @@ class FakeRun(fx.Interpreter):
                 self._inputs.add(self.number(tensor))
                 facts.merged |= node.name not in self.saved and self._shares_its_dim(tensor)
         else:
-            self._call_memoized(node, facts)
+            self.call_memoized(node, facts)
             if isinstance(facts.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # read from a tensor's data
                 facts.value = _torch.hint_of(node.meta.get("example_value"))
         # 2. rows
@@ -144,7 +144,7 @@ class FakeRun(fx.Interpreter):
 
     # 1. call
 
-    def _call_memoized(self, node: fx.Node, facts: NodeFacts) -> None:
+    def call_memoized(self, node: fx.Node, facts: NodeFacts) -> None:
         """Runs the node, or replays an identical call: most of a model's layers are equal."""
         if node.target in _REGION:
             self._memo.clear()  # the same call may do something else in another region

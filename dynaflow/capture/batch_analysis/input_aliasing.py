@@ -85,7 +85,7 @@ class Overlap:
                 if {first, second} <= fact.reads | fact.writes and {first, second} & fact.writes:
                     return False
         for axis, *dims in zip(probe.batch_axes, *(probe.dims(node) for node in nodes), strict=True):
-            if dims != [None, None] and _meets_other_rows(*self.places, dims, sizes[next(iter(axis))]):
+            if dims != [None, None] and meets_other_rows(*self.places, dims, sizes[next(iter(axis))]):
                 return False
         return True
 
@@ -97,7 +97,7 @@ def overlap(one: Extent, other: Extent) -> bool:
     return _meet(one, other, _steps(one), _steps(other))
 
 
-def _meets_other_rows(one: Extent, other: Extent, dims: Sequence[int | None], rows: int) -> bool:
+def meets_other_rows(one: Extent, other: Extent, dims: Sequence[int | None], rows: int) -> bool:
     """Whether a row of one overlaps a different row of the other. `dims`: their batch dims."""
     found: list[tuple[Steps, int]] = []
     for place, dim in zip((one, other), dims, strict=True):
@@ -159,9 +159,9 @@ class InputAliasing:
     def find(self, args: list[Any]) -> tuple[Overlap, ...]:
         """The overlaps in which an input is written; usually none."""
         seen = self._seen
-        return seen.found if seen is not None and seen.holds(args) else self._look(args)
+        return seen.found if seen is not None and seen.holds(args) else self.look(args)
 
-    def _look(self, args: list[Any]) -> tuple[Overlap, ...]:
+    def look(self, args: list[Any]) -> tuple[Overlap, ...]:
         inside = {i: held for i, arg in enumerate(args) if (held := _torch.inner_tensors(arg)) is not None}
         places = {i: p for i, arg in enumerate(args) if i not in inside and (p := _place(arg)) is not None}
         written = frozenset(range(len(args))) if self.written is None else self.written

@@ -55,7 +55,7 @@ class Beside:
         name_of = {id(p): name for name, p in model.named_parameters()}
 
         def step(update: Any, weights: list[Tensor], gradients: list[Tensor]) -> None:
-            for parameter, weight, gradient in zip(update._parameters, weights, gradients, strict=True):
+            for parameter, weight, gradient in zip(update.parameters, weights, gradients, strict=True):
                 self.copied += weight.data_ptr() != parameter.data_ptr()
                 self.updated.append(name_of[id(parameter)])
                 twins[name_of[id(parameter)]].grad = gradient.clone()

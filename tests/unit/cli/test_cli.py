@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import dynaflow as df
 from dynaflow.cli import app, main
-from dynaflow.tune.snippet import code_snippet
 
 ONE_LAYER = ["simulate", "--model", "llama-3-70b", "--layers", "1", "--device", "b200", "--tp", "8"]
 
@@ -120,19 +119,3 @@ def test_tune_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.value.code == 2
 
 
-def test_a_configuration_that_can_be_pasted() -> None:
-    text = code_snippet(
-        [
-            ({"x": (8, 4), "y": (2,)}, "nanoflow(parts=2)"),
-            ({"x": (8, 5), "y": (2,)}, "prefetch(comm_overlap(parts=3))"),
-            ({"x": (1, 5), "y": (2,)}, "sequential"),
-        ],
-        "plan",
-    )
-    names: dict[str, Any] = {"df": df, "model": torch.nn.Identity()}
-    exec(text, names)
-    chosen = names["CHOSEN"]
-    assert list(chosen) == [((8, 4),), ((8, 5),)]
-    assert type(chosen[(8, 4),]).__name__ == "NanoFlow" and chosen[(8, 4),].parts == 2
-    assert type(chosen[(8, 5),]).__name__ == "Prefetch"
-    assert isinstance(names["fast"], df.CompiledModel)

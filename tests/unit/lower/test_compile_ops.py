@@ -347,9 +347,9 @@ def test_tensors_on_the_host_count_as_aligned_beside_those_of_a_device() -> None
     host = torch.empty(4)
     with FakeTensorMode(allow_non_fake_inputs=True):
         device = torch.empty(4, device="cuda")
-    with _torch.inductor._assume_host_inputs_aligned([host, 7, device]), ThreadPoolExecutor(1) as another:
+    with _torch.inductor.assume_host_inputs_aligned([host, 7, device]), ThreadPoolExecutor(1) as another:
         assert aligned() and not another.submit(aligned).result()
-    with _torch.inductor._assume_host_inputs_aligned([host, 7]):
+    with _torch.inductor.assume_host_inputs_aligned([host, 7]):
         assert not aligned()
 
 
@@ -359,12 +359,12 @@ def test_kernels_of_a_device_lie_in_inductors_folder(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("TRITON_CACHE_DIR")
     with _torch.Symbols().mode:
         host, device = torch.empty(2), torch.empty(2, device="cuda:1")
-    _torch.inductor._set_triton_cache_dir([3, host])
+    _torch.inductor.set_triton_cache_dir([3, host])
     assert "TRITON_CACHE_DIR" not in os.environ
-    _torch.inductor._set_triton_cache_dir([3, host, device])
+    _torch.inductor.set_triton_cache_dir([3, host, device])
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton" / "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
-    _torch.inductor._set_triton_cache_dir([device])
+    _torch.inductor.set_triton_cache_dir([device])
     assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
 
 

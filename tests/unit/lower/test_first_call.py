@@ -22,10 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dynaflow as df
 from dynaflow import _torch
-from dynaflow.api import engine_of
-from dynaflow.cli.doctor import _compiler
+from dynaflow.cli.doctor import cpp_compiler
 from dynaflow.lower.first_call import Untried
-from tests.helpers import Each, assert_equal, randn
+from tests.helpers import Each, assert_equal, lowered_of, randn
 
 RULES = (df.SplitModule("first"), df.SplitModule("second"))
 
@@ -50,9 +49,8 @@ class Stretching(Each):
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh() -> None:
     torch._dynamo.reset()
-    yield
 
 
 def has(graph: fx.GraphModule, name: str) -> bool:
@@ -263,8 +261,8 @@ def test_no_later_call_pays_for_it() -> None:
     uncut = df.compile(Two())
     with torch.no_grad():
         fast(randn(6, 8)), uncut(randn(6, 8))
-        (lowered,) = engine_of(fast).planner.cache.plans.values()
-        (whole,) = engine_of(uncut).planner.cache.plans.values()
+        (lowered,) = lowered_of(fast)
+        (whole,) = lowered_of(uncut)
     assert lowered.code is not None
     assert not any(isinstance(value, Untried) for value in lowered.code.names.values())
     assert not isinstance(whole.entry.call, Untried)
@@ -422,7 +420,7 @@ def test_no_cpp_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert said == "1 0"
     assert len(lines) <= 4 and "no C++ compiler" in lines[0] and "dynaflow doctor" in lines[0]
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    check = _compiler()
+    check = cpp_compiler()
     assert not check.ok and "/nowhere/g++" in check.found and "g++" in check.advice
 
 

@@ -38,12 +38,9 @@ def _(out: Tensor, x: Tensor, y: Tensor) -> None:
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     SEEN.clear()
-    op_registry.opaque_ops("dynaflow_tests::look_outside")
-    with torch.no_grad():
+    with op_registry.declarations_restored(), torch.no_grad():
+        op_registry.opaque_ops("dynaflow_tests::look_outside")
         yield
-    op_registry._opaque -= {"dynaflow_tests::look_outside", "dynaflow_tests::look_and_return"}
-    op_registry._capturable.discard("dynaflow_tests::look_and_return")
-    op_registry._globs.pop("dynaflow_tests::look_outside", None)
 
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:

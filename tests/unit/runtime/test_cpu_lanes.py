@@ -18,7 +18,7 @@ from dynaflow.core.plan import Lane
 from dynaflow.lower.compile_ops import Operators
 from dynaflow.lower.emit import emit
 from dynaflow.lower.passes import make_program
-from dynaflow.runtime.sm_partitions import CtypesDriver, _Resource, carve
+from dynaflow.runtime.sm_partitions import CtypesDriver, Resource, carve
 from dynaflow.schedule.check import check
 from tests.helpers import STACK_RULES, Scheduler, Stack, compiled, graph_of, randn, run_rest
 
@@ -136,8 +136,8 @@ def test_shares_are_positive() -> None:
     fast = compiled(Stack(), Scheduler(lanes_of(), STACK_RULES))
     with torch.no_grad():
         plan = fast.plan(X)
+    lanes = [replace(lane, sms=0) if lane.name == "memory" else lane for lane in plan.lanes]
     with pytest.raises(df.PlanError, match="lane 'memory' has a share of 0 SMs"):
-        lanes = [replace(lane, sms=0) if lane.name == "memory" else lane for lane in plan.lanes]
         check(replace(plan, lanes=tuple(lanes)), graph_of(fast), 6)
 
 
@@ -416,8 +416,8 @@ class FakeLibrary:
 
 def test_ctypes_stand_in() -> None:
     """The same partitions without cuda.bindings; and the struct is as in the header."""
-    assert ctypes.sizeof(_Resource) == 144
-    assert _Resource.sm.offset == 96
+    assert ctypes.sizeof(Resource) == 144
+    assert Resource.sm.offset == 96
     library = FakeLibrary()
     parts = carve(CtypesDriver(library), 0, lanes(24, 48, None))
     assert [p.sms for p in parts] == [24, 48, 60]

@@ -1,0 +1,5 @@
+"""Where modules without a test file of their own are tested, or why they are not:
+
+base: test_context.py, ../strategies/test_strategies.py
+check: ../core/test_plan.py
+"""

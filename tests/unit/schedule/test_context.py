@@ -664,7 +664,8 @@ def test_items_of_another_context_are_refused() -> None:
 def test_a_bounded_number_of_plans_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynaflow.engine.plan_cache.MOST", 2)
     scheduler = Each(STACK_RULES)
-    fast = compiled(Stack(), scheduler)
+    model = Stack()
+    fast = compiled(model, scheduler)
     for batch in (4, 5, 6, 6, 5, 4):
-        assert_equal(fast(randn(batch, 8)), fast._model(randn(batch, 8)))
+        assert_equal(fast(randn(batch, 8)), model(randn(batch, 8)))
     assert scheduler.calls == 4, "the first plan made room for the third, and is made again"

@@ -57,7 +57,7 @@ def memory(found: Probe) -> Counter[Any]:
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Each graph is probed a second time, with every call made, and both have to find the same."""
     counted: Counted = Counter()
-    replay, call_memoized, at = MemoEntry.replay, fake_run.FakeRun._call_memoized, list[fx.Node]()
+    replay, call_memoized, at = MemoEntry.replay, fake_run.FakeRun.call_memoized, list[fx.Node]()
 
     def noted(run: Any, node: fx.Node, facts: Any) -> None:
         at[:] = [node]
@@ -80,7 +80,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Counted:
         counted["graphs that had any"] += counted.total() > before + len(found.facts)
         return found
 
-    monkeypatch.setattr(fake_run.FakeRun, "_call_memoized", noted)
+    monkeypatch.setattr(fake_run.FakeRun, "call_memoized", noted)
     monkeypatch.setattr(MemoEntry, "replay", counting)
     monkeypatch.setattr(analyzed_graph, "probe", twice)
     return counted
