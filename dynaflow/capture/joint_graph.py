@@ -13,7 +13,7 @@ import operator
 import re
 import types
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -105,8 +105,8 @@ class Passes:
         """For each input: which results depend on it."""
         self._own_gradients: list[int] = []
         """Of which results the backward pass gets the gradients."""
-        self._made_of: list[frozenset[int]] = []
-        """For each gradient that it makes: of which results' gradients."""
+        self._several = any(map(_has_several_gradients, gm.graph.nodes))
+        """Whether a user's own function gets zeros for the gradients of unused results."""
         self._updating: Updating | None = None
         if updates is not None and training:
             real = [_torch.graph_input(node)[2] for node in self._inputs]
@@ -135,8 +135,6 @@ class Passes:
             self._fresh = [i for i in _torch.fresh_results() if _is_made(results[i])]
             self._own_gradients = _torch.results_of_gradients()
             self._first, self._bases = _torch.first_result(), _torch.bases_of_results()
-        else:
-            self._made_of = self._made_of_gradients(gm)
         if self._at_least is not None and self._training:
             self._fetch(gm) if backward else self._store(gm, self._at_least)
         if self._updating is not None:
@@ -161,29 +159,41 @@ class Passes:
 
     def may_leave_some_unused(self) -> bool:
         """Whether a backward pass may come from some results and not from others."""
-        return self._updating is None and len(self._own_gradients) > 1
+        return len(self._own_gradients) > 1
 
-    def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
-        """What runs a pass, as AOTAutograd calls it."""
-        if backward:
-            if self._updating is not None:
-                return self._updating.call(run)
-            return self._unless_unused(run) if self.may_leave_some_unused() else run
-        return _without_bases(run, self._fresh) if self._fresh else run
+    def call(
+        self, gm: fx.GraphModule, backward: bool, make: Callable[[fx.GraphModule, bool], _torch.Boxed]
+    ) -> _torch.Boxed:
+        """What runs a pass, as AOTAutograd calls it. `make` returns what runs a graph."""
+        if not backward:
+            run = make(gm, False)
+            return _without_bases(run, self._fresh) if self._fresh else run
 
-    def _made_of_gradients(self, gm: fx.GraphModule) -> list[frozenset[int]]:
-        """For each result of the backward graph: the places of results without whose gradients it is None. Beside what
-        it is made of those are results that depend on the input: gradients of zeros need not show."""
+        def made(graph: fx.GraphModule) -> _torch.Boxed:
+            run = make(graph, True)
+            return run if self._updating is None else self._updating.call(run)
+
+        return self._unless_unused(gm, made) if self.may_leave_some_unused() else made(gm)
+
+    def _made_of(self, gm: fx.GraphModule) -> dict[fx.Node, frozenset[int]]:
+        """For each node of the backward graph: the places of the results whose gradients it is made of."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         given = [node for node in placeholders if node.name.startswith("tangents_")]  # AOTAutograd's name for them
-        (output,) = gm.graph.find_nodes(op="output")
-        if len(given) != len(self._own_gradients) or len(output.args[0]) != len(self._needs):
-            return [frozenset()] * len(output.args[0])  # some are made of several tensors
+        if len(given) != len(self._own_gradients):
+            return {}  # some are made of several tensors
         known = dict.fromkeys(placeholders, frozenset[int]())
         known |= {node: frozenset({place}) for node, place in zip(given, self._own_gradients, strict=True)}
         for node in gm.graph.nodes:
             if node not in known:
                 known[node] = frozenset().union(*(known[n] for n in node.all_input_nodes))
+        return known
+
+    def _needed_by_gradients(self, gm: fx.GraphModule, known: Mapping[fx.Node, frozenset[int]]) -> list[frozenset[int]]:
+        """For each result of the backward graph: the places of results without whose gradients it is None. Beside what
+        it is made of those are results that depend on the input: gradients of zeros need not show."""
+        (output,) = gm.graph.find_nodes(op="output")
+        if not known or len(output.args[0]) != len(self._needs):
+            return [frozenset()] * len(output.args[0])
         made_of = [known[n] if isinstance(n, fx.Node) else frozenset() for n in output.args[0]]
         seen = [self._bases.get(place, place) - self._first for place in self._own_gradients]
         return [  # less than 0: an input that is written
@@ -191,18 +201,49 @@ class Passes:
             for places, needs in zip(made_of, self._needs, strict=True)
         ]
 
-    def _unless_unused(self, run: _torch.Boxed) -> _torch.Boxed:
-        """Without the gradients of what nothing but unused results depend on, which are None in eager torch."""
-        made_of = self._made_of
+    def _unless_unused(self, gm: fx.GraphModule, make: Callable[[fx.GraphModule], _torch.Boxed]) -> _torch.Boxed:
+        """Runs the backward graph; where results are unused, one without what is made of their gradients alone."""
+        known = self._made_of(gm)
+        needed = self._needed_by_gradients(gm, known)
+        run = make(gm)
+        runs = {frozenset[int](): run}
 
         def call(args: list[Any]) -> Any:
             unused = _torch.unused_results()
-            results = run(args)
-            if unused:
-                results = [None if made_of[i] and made_of[i] <= unused else r for i, r in enumerate(results)]
-            return results
+            if unused not in runs:
+                less = self._without(gm, unused, known, needed)
+                runs[unused] = run if less is None else make(less)
+            return runs[unused](args)
 
         return call
+
+    def _without(
+        self,
+        gm: fx.GraphModule,
+        unused: frozenset[int],
+        known: Mapping[fx.Node, frozenset[int]],
+        needed: Sequence[frozenset[int]],
+    ) -> fx.GraphModule | None:
+        """The backward graph as eager torch has it where results are unused: what is made of their gradients alone
+        is not computed. AOTAutograd (seen on 2.11 and 2.13) computes it of zeros, and 0 / 0 is nan. So gradients that
+        need only such results are None, and others that it would be added to get zeros. None if nothing changes."""
+        less = copied(gm)
+        (output,) = less.graph.find_nodes(op="output")
+        results = tuple(None if n and n <= unused else r for n, r in zip(needed, output.args[0], strict=True))
+        changed = results != tuple(output.args[0])
+        output.args = (results,)
+        zeros = {n.name for n, places in known.items() if places and places <= unused and n.op != "placeholder"}
+        for node in [n for n in less.graph.nodes if n.name in zeros and not self._several]:
+            others = [user for user in node.users if user.name not in zeros]
+            if others and isinstance(node.meta.get("val"), torch.Tensor):
+                with less.graph.inserting_after(node):
+                    zero = less.graph.call_function(torch.ops.aten.zeros_like.default, (node,))
+                zero.meta, changed = dict(node.meta), True
+                for user in others:
+                    user.replace_input_with(node, zero)
+        less.graph.eliminate_dead_code()
+        less.recompile()
+        return less if changed else None
 
     def _check_saved(self, gm: fx.GraphModule) -> None:
         (output,) = gm.graph.find_nodes(op="output")
@@ -518,6 +559,14 @@ def _is_written(node: fx.Node) -> bool:
     """Whether it is an input that the graph writes in the end: until then it is what it was."""
     given = _torch.traced_input(node) if node.op == "placeholder" else None
     return given is not None and given[0] in _torch.written_inputs()
+
+
+def _has_several_gradients(node: fx.Node) -> bool:
+    """Whether it is a call of a user's own function with several results that have gradients."""
+    if not isinstance(node.target, torch._ops.OperatorBase) or getattr(node.target, "namespace", "") == "aten":
+        return False
+    results = _torch.tree_leaves(node.meta.get("example_value"))
+    return sum(isinstance(r, torch.Tensor) and r.requires_grad for r in results) > 1
 
 
 def _saved_alone(gm: fx.GraphModule) -> frozenset[fx.Node]:

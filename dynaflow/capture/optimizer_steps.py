@@ -40,8 +40,10 @@ class Updating:
         self._places: dict[str, fx.Node] = {}
         self._views: dict[str, fx.Node] = {}
         """What the forward graph returns that looks at the weights, by the name that it has in both passes."""
+        self._updated = self._weights
+        """Those that the backward graph has gradients of. There are several such graphs if results may be unused."""
         self._added: list[str] = []
-        """What the backward graph gets beside all that was saved for it."""
+        """What it gets beside all that was saved for it."""
 
     def look_at_forward(self, gm: fx.GraphModule) -> None:
         self._places = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
@@ -59,8 +61,8 @@ class Updating:
         (output,) = gm.graph.find_nodes(op="output")
         results = list(output.args[0])
         gradients = {f"primals_{i}": g for i, g in enumerate(results, 1) if isinstance(g, fx.Node)}  # as the inputs
-        self._weights = {name: weight for name, weight in self._weights.items() if name in gradients}
-        if any(gradients[name].meta["val"].layout is not torch.strided for name in self._weights):
+        self._updated, self._added = {name: w for name, w in self._weights.items() if name in gradients}, []
+        if any(gradients[name].meta["val"].layout is not torch.strided for name in self._updated):
             raise DynaFlowError(
                 "optimizer=: a gradient is sparse", advice="use sparse=False, or compile without optimizer="
             )
@@ -77,7 +79,7 @@ class Updating:
         for layer, names in layers.items():
             own = [gradients[name] for name in names]
             before = max((end_of_inputs, *own, *(last[weights[name]] for name in names)), key=order.__getitem__)
-            number = updates.new([self._weights[name]() for name in names])
+            number = updates.new([self._updated[name]() for name in names])
             with gm.graph.inserting_after(before):
                 args = ([weights[name] for name in names], own, number)
                 update = gm.graph.call_function(torch.ops.dynaflow.update.default, args)
@@ -90,10 +92,10 @@ class Updating:
         places = gm.graph.find_nodes(op="placeholder")
         known = {node.name: node for node in places}
         with gm.graph.inserting_after(places[-1]):
-            for name in reversed([name for name in self._weights if name not in known]):
+            for name in reversed([name for name in self._updated if name not in known]):
                 known[name] = gm.graph.node_copy(self._places[name])
                 self._added.insert(0, name)
-        weights = {name: known[name] for name in self._weights}
+        weights = {name: known[name] for name in self._updated}
 
         def again(node: fx.Node) -> fx.Node:
             return weights.get(node.name) or gm.graph.node_copy(node, again)
@@ -107,8 +109,8 @@ class Updating:
 
     def call(self, run: _torch.Boxed) -> _torch.Boxed:
         """The backward pass as AOTAutograd calls it, which knows nothing of what was added."""
-        updates_of, weights = self._updates, tuple(self._weights.values())
-        added = [self._weights[name] for name in self._added]
+        updates_of, weights = self._updates, tuple(self._updated.values())
+        added = [self._updated[name] for name in self._added]
 
         def call(args: list[Any]) -> Any:
             updates = updates_of()
