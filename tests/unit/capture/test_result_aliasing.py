@@ -202,8 +202,9 @@ BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("scheduler", ["sequential", Each(split=2)])
-@pytest.mark.parametrize("operators", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("operators", "scheduler"), [("eager", "sequential"), ("eager", Each(split=2)), ("inductor", Each(split=2))]
+)
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_leads_to_unused_results_is_not_computed(name: str, operators: str, scheduler: Any) -> None:
     """Zeros by an infinite slope would be nan."""
