@@ -9,7 +9,7 @@ with AOTAutograd, `inductor` compiles one graph. `nodes` and `symbols` read fx n
 `versions` has the version of torch and shared types. `ops/` defines the operators `torch.ops.dynaflow.*`.
 """
 
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OperatorBase, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 

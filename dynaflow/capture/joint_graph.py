@@ -8,7 +8,7 @@ if its nodes can't be analyzed one by one: it has a forward graph only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -17,7 +17,13 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, Phase, input_name
-from dynaflow.capture.gradient_paths import results_of_inputs, sources_of_gradients
+from dynaflow.capture.gradient_paths import (
+    has_several_gradients,
+    results_of_inputs,
+    sources_of_gradients,
+    sources_of_nodes,
+    without_unused,
+)
 from dynaflow.capture.node_info import ORIGIN
 from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.capture.optimizer_steps import StepInserter, base
@@ -32,6 +38,9 @@ from dynaflow.capture.result_aliasing import (
 from dynaflow.capture.saved_offload import SavedOffload, saved_only
 from dynaflow.core.fx_graphs import copy_module, results_of
 from dynaflow.errors import DynaFlowError
+
+Make = Callable[[fx.GraphModule, bool], _torch.Boxed]
+"""Returns what runs a graph; the flag: whether it is the backward graph."""
 
 
 class JointGraph:
@@ -76,8 +85,8 @@ class JointGraph:
         """Positions of forward results whose gradients the backward graph takes."""
         self._own_results: list[int] = []
         """Their positions among the results of Dynamo's graph; less than 0 for an input that is written."""
-        self._sources: list[frozenset[int]] = []
-        """For each gradient that the backward graph returns: see `sources_of_gradients`."""
+        self._several = any(map(has_several_gradients, gm.graph.nodes))
+        """Whether a user's own function gets zeros for the gradients of unused results."""
         self._steps = self._step_inserter(optimizer) if optimizer is not None and training else None
 
     def _step_inserter(self, optimizer: OptimizerInBackward) -> StepInserter:
@@ -100,9 +109,7 @@ class JointGraph:
             if backward and node.op == "call_function" and not node.meta.get("nn_module_stack"):
                 node.meta["nn_module_stack"] = _common_modules(node)
         # 2. aliasing
-        if backward:
-            self._sources = sources_of_gradients(gm, self._with_gradients, self._own_results, self._reached)
-        else:
+        if not backward:
             self._match_aliasing(gm)
         # 3. offload
         if self._offload is not None:
@@ -144,26 +151,33 @@ class JointGraph:
 
     def may_leave_some_unused(self) -> bool:
         """Whether a loss may depend on some results only."""
-        return self._steps is None and len(self._with_gradients) > 1
+        return len(self._with_gradients) > 1
 
-    def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
-        """What AOTAutograd calls to run a graph."""
-        if backward:
-            if self._steps is not None:
-                return self._steps.call(run)
-            return self._unless_unused(run) if self.may_leave_some_unused() else run
-        return without_bases(run, self._fresh) if self._fresh else run
+    def call(self, gm: fx.GraphModule, backward: bool, make: Make) -> _torch.Boxed:
+        """What AOTAutograd calls to run a graph. `make` returns what runs it as it is."""
+        if not backward:
+            run = make(gm, False)
+            return without_bases(run, self._fresh) if self._fresh else run
 
-    def _unless_unused(self, run: _torch.Boxed) -> _torch.Boxed:
-        """Returns None for gradients that come from unused results only, as eager mode does."""
-        sources = self._sources
+        def made(graph: fx.GraphModule) -> _torch.Boxed:
+            run = make(graph, True)
+            return run if self._steps is None else self._steps.call(run)
+
+        return self._unless_unused(gm, made) if self.may_leave_some_unused() else made(gm)
+
+    def _unless_unused(self, gm: fx.GraphModule, make: Callable[[fx.GraphModule], _torch.Boxed]) -> _torch.Boxed:
+        """Runs the backward graph; if results are unused, one that does not compute what depends on them only."""
+        sources = sources_of_nodes(gm, self._with_gradients)
+        needed = sources_of_gradients(gm, sources, self._with_gradients, self._own_results, self._reached)
+        run = make(gm)
+        runs = {frozenset[int](): run}
 
         def call(args: list[Any]) -> Any:
             unused = _torch.unused_results()
-            results = run(args)
-            if unused:
-                results = [None if sources[i] and sources[i] <= unused else r for i, r in enumerate(results)]
-            return results
+            if unused not in runs:
+                smaller = without_unused(gm, unused, sources, needed, zeros=not self._several)
+                runs[unused] = run if smaller is None else make(smaller)
+            return runs[unused](args)
 
         return call
 

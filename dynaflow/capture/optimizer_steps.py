@@ -43,6 +43,8 @@ class StepInserter:
         self._places: dict[str, fx.Node] = {}
         self._views: dict[str, fx.Node] = {}
         """Views of weights that the forward graph returns, by their name in both passes."""
+        self._updated = self._weights
+        """Those that the backward graph has gradients of. There are several such graphs if results may be unused."""
         self._added: list[str] = []
         """Weights that the backward graph takes in addition to the saved values."""
 
@@ -62,8 +64,8 @@ class StepInserter:
         (output,) = gm.graph.find_nodes(op="output")
         results = list(output.args[0])
         gradients = {f"primals_{i}": g for i, g in enumerate(results, 1) if isinstance(g, fx.Node)}
-        self._weights = {name: weight for name, weight in self._weights.items() if name in gradients}
-        if any(gradients[name].meta["val"].layout is not torch.strided for name in self._weights):
+        self._updated, self._added = {name: w for name, w in self._weights.items() if name in gradients}, []
+        if any(gradients[name].meta["val"].layout is not torch.strided for name in self._updated):
             raise DynaFlowError(
                 "optimizer=: a gradient is sparse", advice="use sparse=False, or compile without optimizer="
             )
@@ -80,7 +82,7 @@ class StepInserter:
         for layer, names in layers.items():
             own = [gradients[name] for name in names]
             before = max((end_of_inputs, *own, *(last[weights[name]] for name in names)), key=order.__getitem__)
-            number = updates.new([self._weights[name]() for name in names])
+            number = updates.new([self._updated[name]() for name in names])
             with gm.graph.inserting_after(before):
                 args = ([weights[name] for name in names], own, number)
                 update = gm.graph.call_function(torch.ops.dynaflow.update.default, args)
@@ -93,10 +95,10 @@ class StepInserter:
         places = gm.graph.find_nodes(op="placeholder")
         known = {node.name: node for node in places}
         with gm.graph.inserting_after(places[-1]):
-            for name in reversed([name for name in self._weights if name not in known]):
+            for name in reversed([name for name in self._updated if name not in known]):
                 known[name] = gm.graph.node_copy(self._places[name])
                 self._added.insert(0, name)
-        weights = {name: known[name] for name in self._weights}
+        weights = {name: known[name] for name in self._updated}
 
         def recompute(node: fx.Node) -> fx.Node:
             return weights.get(node.name) or gm.graph.node_copy(node, recompute)
@@ -110,8 +112,8 @@ class StepInserter:
 
     def call(self, run: _torch.Boxed) -> _torch.Boxed:
         """The backward pass with AOTAutograd's arguments: adds the weights."""
-        updates_of, weights = self._updates, tuple(self._weights.values())
-        added = [self._weights[name] for name in self._added]
+        updates_of, weights = self._updates, tuple(self._updated.values())
+        added = [self._updated[name] for name in self._added]
 
         def call(args: list[Any]) -> Any:
             updates = updates_of()

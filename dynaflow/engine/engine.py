@@ -180,14 +180,11 @@ class Engine:
         written: set[int] = set()
         engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
 
-        def make(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
+        def runner(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
             engine = engine_of()
             try:
                 assert engine is not None, "captured by a compiled model that is gone"
-                written.update(_torch.written_inputs())
-                if training and engine.operators.mode == "eager":
-                    _torch.draw_from_seeds(part)
-                return passes.call(engine._runner(passes.read(part, backward)).boxed, backward)
+                return engine._runner(passes.read(part, backward)).boxed
             except Exception as e:
                 ours.append(e)
                 if not backward or engine is None or engine.updates is not None or isinstance(e, NOT_FAILURES):
@@ -195,6 +192,12 @@ class Engine:
                 engine.stats.plain_graphs += 1
                 engine.stats.plain_reasons.append(fall_back(e, f"the backward pass of {engine.name}"))
                 return _torch.boxed_forward(_torch.with_compiled_draws(part))
+
+        def make(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
+            written.update(_torch.written_inputs())
+            if training and native:
+                _torch.draw_from_seeds(part)
+            return passes.call(part, backward, runner)
 
         try:
             made = _torch.compile_passes(
