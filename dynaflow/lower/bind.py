@@ -54,7 +54,7 @@ from dynaflow.lower.out_variants import write_into
 from dynaflow.partition.op_graph import Op, OpGraph, Value
 from dynaflow.runtime import joins
 from dynaflow.runtime.arena import View
-from dynaflow.schedule.context import fusion_values
+from dynaflow.schedule.fusion import fusion_values
 
 
 class NotElastic(Exception):

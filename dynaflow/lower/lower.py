@@ -29,7 +29,7 @@ from dynaflow.runtime.arena import Arena, BlockPool
 from dynaflow.runtime.cpu_lanes import Call, LanePool
 from dynaflow.runtime.cuda_graphs import Graphed, GraphPool
 from dynaflow.runtime.cuda_lanes import StreamPool, StreamRun
-from dynaflow.schedule.context import fusion_values
+from dynaflow.schedule.fusion import fusion_values
 
 Made = TypeVar("Made")
 OnTask = Callable[[Task, str], None]

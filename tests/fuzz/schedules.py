@@ -8,7 +8,9 @@ from typing import Any
 from dynaflow import OpSchedulerBase, SplitFunc
 from dynaflow.capture.batch_analysis.probe import concrete
 from dynaflow.errors import SplitError
-from dynaflow.schedule.context import OpItem, ScheduleContext, fusion_values
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.fusion import fusion_values
+from dynaflow.schedule.op_item import OpItem
 from tests.fuzz.compare import Mismatch
 from tests.fuzz.dice import Dice
 
@@ -92,16 +94,17 @@ class RandomScheduler(OpSchedulerBase):
         return chain
 
     def _grown(self, ctx: ScheduleContext, chain: list[OpItem], first: OpItem) -> list[OpItem]:
+        recorder = ctx._recorder()
         for op in ctx.ops:
             if len(chain) > 1 and self.dice.one_in(3):
                 break
             if not any(i.op.index in op.after and i.micro_batches == first.micro_batches for i in chain):
                 continue
             item = next((i for i in ctx.items(op) if i.micro_batches == first.micro_batches), None)
-            if item is None or (op.index, item.micro_batches[0]) in ctx._owner:
+            if item is None or (op.index, item.micro_batches[0]) in recorder.owner:
                 continue
             inside = {(i.op.index, m) for i in chain for m in (i.micro_batches if i.op.splittable else (0,))}
-            if all(before in ctx._owner or before in inside for before in ctx._before(item)):
+            if all(before in recorder.owner or before in inside for before in recorder.units_before(item)):
                 chain = [*chain, item]
         return chain
 
@@ -141,7 +144,7 @@ def draw_scheduler(dice: Dice, functions: Sequence[str], rules: Sequence[Any], b
 
 def fused(ctx: ScheduleContext, items: list[OpItem]) -> Callable[..., Any]:
     """A function that computes what the items do, by calling their own modules."""
-    graph = ctx._graph
+    graph = ctx.graph
     chain = [(i.op, i.micro_batches) for i in items]
     reads, writes = fusion_values(graph, chain)
     numbers = []

@@ -165,7 +165,7 @@ def test_other_results_have_no_gradients(kind: Callable[..., Any]) -> None:
         """How many inputs each pass has."""
 
         def schedule(self, ctx: df.ScheduleContext) -> Any:
-            self.count = {**getattr(self, "count", {}), ctx.phase: len(ctx._graph.graph.inputs)}
+            self.count = {**getattr(self, "count", {}), ctx.phase: len(ctx.graph.graph.inputs)}
             return super().schedule(ctx)
 
     schedulers = [Given() for _ in range(3)]
