@@ -37,8 +37,9 @@ from dynaflow.capture.trace_conditions import (
 from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.stats import Stats
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
-from dynaflow.engine.planner import Facts, Planner, rules_of
-from dynaflow.engine.runner import GraphRunner, PlainRunner, Raiser
+from dynaflow.engine.planner import Facts, Planner
+from dynaflow.engine.runner import DeferredError, GraphRunner, PlainRunner
+from dynaflow.engine.user_code import rules_of
 from dynaflow.errors import NOT_FAILURES, DynaFlowError, fall_back
 from dynaflow.lower.compile_ops import Mode, Operators
 from dynaflow.lower.lower import CudaGraph, Lowerer, OnTask
@@ -154,7 +155,7 @@ class Engine:
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             take_marks_back()
-            return Raiser(e)
+            return DeferredError(e)
         except Exception as e:
             if isinstance(e, NOT_FAILURES) or _torch.is_restart(e):
                 raise

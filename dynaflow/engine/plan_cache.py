@@ -77,7 +77,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class ScheduledPlan:
     """A scheduler's decision for a request, not yet lowered."""
 
     plan: Plan
