@@ -16,7 +16,7 @@ from dynaflow.lower.lower import Lowerer
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime import cuda_graphs
 from dynaflow.runtime.cuda_graphs import GraphPool
-from dynaflow.runtime.cuda_lanes import CaptureStreams, Turns
+from dynaflow.runtime.cuda_lanes import CaptureStreams, RunOrder
 
 
 def randn(*shape: int) -> Tensor:
@@ -211,10 +211,10 @@ class PretendedGraph:
 
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cudagraph="plan"` then counts captures and replays on a CPU as it would on a GPU."""
-    monkeypatch.setattr(cuda_graphs, "_Graph", PretendedGraph)
+    monkeypatch.setattr(cuda_graphs, "_GraphCapture", PretendedGraph)
     monkeypatch.setattr(Lowerer, "_captures", lambda self, job: self.cudagraph is not None)
     for kind, name in ((GraphPool, "segments"), (GraphPool, "handle"), (CaptureStreams, "main"),
-                       (CaptureStreams, "settle"), (Turns, "enter"), (Turns, "leave")):  # fmt: skip
+                       (CaptureStreams, "settle"), (RunOrder, "enter"), (RunOrder, "leave")):  # fmt: skip
         monkeypatch.setattr(kind, name, lambda self, device: None)
 
 

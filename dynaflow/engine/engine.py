@@ -203,7 +203,7 @@ class Engine:
                 rewrite=self.rewrite, merge_calls=merge_calls,
             )  # fmt: skip
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
-            return self._held(made, passes, gm) if training else made
+            return self._keep_engine(made, passes, gm) if training else made
         except Exception as e:
             if ours and isinstance(ours[0], TraceMismatch):
                 return self._plain(gm, str(ours[0]))
@@ -253,7 +253,7 @@ class Engine:
         except (Contradiction, Unschedulable):  # it runs plainly in any case
             return True
 
-    def _held(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
+    def _keep_engine(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
         """What AOTAutograd has made of the passes; what is to run backward holds the engine, since the compiled model
         may be gone by then. `gm`: what runs in forward-mode AD, which AOTAutograd's function knows nothing of."""
         engine_of = weakref.ref(self)

@@ -10,7 +10,7 @@ from dynaflow.core.plan import MicroBatch
 from dynaflow.errors import ScheduleError, shown, user_line
 from dynaflow.partition.op_graph import Op
 
-Unit = tuple[int, int]
+Execution = tuple[int, int]
 """One execution: the index of an operator, and that of a micro-batch (0 for an operator that can't be split)."""
 
 
@@ -35,7 +35,7 @@ class OpItem:
         return f"{self.name}[{','.join(map(str, self.micro_batches))}]"
 
 
-def units_of(item: OpItem) -> list[Unit]:
+def executions_of(item: OpItem) -> list[Execution]:
     """The executions that an item stands for."""
     return [(item.op.index, m) for m in (item.micro_batches if item.op.splittable else (0,))]
 

@@ -10,7 +10,7 @@ from dynaflow.core.plan import Item, Lane, MicroBatch, Plan, Task, is_name
 from dynaflow.errors import ScheduleError, shown, user_line
 from dynaflow.partition.op_graph import Op, OpGraph
 from dynaflow.schedule.fusion import check_chain, function_name, fusion_values
-from dynaflow.schedule.op_item import OpItem, Unit, as_items, merge, not_an_item, units_of
+from dynaflow.schedule.op_item import Execution, OpItem, as_items, executions_of, merge, not_an_item
 
 DEFAULT_LANE = "main"
 
@@ -37,7 +37,7 @@ class PlanRecorder:
         self.tasks: list[Task] = []
         self.last_on: dict[str, int] = {}
         """Of each lane in use: its last task."""
-        self.owner: dict[Unit, int] = {}
+        self.owner: dict[Execution, int] = {}
         """What was executed, and by which task."""
         self._graph, self._micro_batches, self._functions = graph, micro_batches, functions
         self._finished_before: list[int] = []
@@ -57,11 +57,11 @@ class PlanRecorder:
                 self._users[a].append(op)
             for a in op.serial_after if op.splittable else ():
                 self._followers[a].append(op)
-        self._missing: dict[Unit, int] = {}
+        self._missing: dict[Execution, int] = {}
         """How many executions each one still waits for."""
         for op, items in zip(graph.ops, self._items, strict=True):
             for m, item in enumerate(items):
-                self._missing[op.index, m] = len(set(self.units_before(item)))
+                self._missing[op.index, m] = len(set(self.executions_before(item)))
         self._ready = [unit for unit, count in self._missing.items() if not count]
 
     # Questions
@@ -87,13 +87,13 @@ class PlanRecorder:
     def before(self, item: OpItem) -> list[OpItem]:
         if not isinstance(item, OpItem):
             raise not_an_item("before()", item)
-        return [self._items[o][m] for o, m in dict.fromkeys(self.units_before(item))]
+        return [self._items[o][m] for o, m in dict.fromkeys(self.executions_before(item))]
 
     def is_ready(self, given: Sequence[OpItem]) -> bool:
         items = as_items("is_ready()", given)
-        own = {unit for item in items for unit in units_of(item)}
+        own = {unit for item in items for unit in executions_of(item)}
         merged = [merge(items)] if len({i.op for i in items}) == 1 else items
-        return all(unit in self.owner or unit in own for item in merged for unit in self.units_before(item))
+        return all(unit in self.owner or unit in own for item in merged for unit in self.executions_before(item))
 
     def signature(self, given: Sequence[OpItem]) -> tuple[list[str], list[str]]:
         items = as_items("signature()", given)
@@ -102,9 +102,9 @@ class PlanRecorder:
         names = self._graph.values
         return [names[v].name for v, _ in reads], [names[v].name for v, _ in writes]
 
-    def units_before(self, item: OpItem) -> list[Unit]:
+    def executions_before(self, item: OpItem) -> list[Execution]:
         """What must be executed before an item."""
-        ops, op, found = self._graph.ops, item.op, list[Unit]()
+        ops, op, found = self._graph.ops, item.op, list[Execution]()
         for a in op.after:
             if ops[a].splittable:
                 found.extend((a, m) for m in item.micro_batches)
@@ -162,22 +162,22 @@ class PlanRecorder:
 
     def _dependencies(self, items: Sequence[OpItem]) -> set[int]:
         deps: set[int] = set()
-        inside: set[Unit] = set()
+        inside: set[Execution] = set()
         for item in items:
-            for before in self.units_before(item):
+            for before in self.executions_before(item):
                 owner = self.owner.get(before)
                 if owner is not None:
                     deps.add(owner)
                 elif before not in inside:
                     raise self._not_ready(item, before)
-            inside.update(units_of(item))
+            inside.update(executions_of(item))
         return deps
 
     def _executed(self, after: list[OpItem], waiting: OpItem) -> Iterator[int]:
         """The tasks that ran the items of `after`."""
         self._check_items(after)
         for item in after:
-            for unit in units_of(item):
+            for unit in executions_of(item):
                 owner = self.owner.get(unit)
                 if owner is None:
                     raise ScheduleError(
@@ -190,7 +190,7 @@ class PlanRecorder:
 
     def _mark_executed(self, item: OpItem, task: int) -> None:
         op = item.op
-        for unit in units_of(item):
+        for unit in executions_of(item):
             m = unit[1]
             self.owner[unit] = task
             if unit in self._ready:
@@ -246,7 +246,7 @@ class PlanRecorder:
             what = f"replace_func={shown(replace_func)} is no function"
             raise ScheduleError(what, op=first, line=user_line(), advice="pass the function itself")
         for item in items:
-            if any(unit in self.owner for unit in units_of(item)):
+            if any(unit in self.owner for unit in executions_of(item)):
                 raise ScheduleError(
                     f"operator {item} was executed already",
                     op=item.name,
@@ -277,7 +277,7 @@ class PlanRecorder:
                     advice="take items from this context's get_ready_ops() or items(), after split()",
                 )
 
-    def _not_ready(self, item: OpItem, before: Unit) -> ScheduleError:
+    def _not_ready(self, item: OpItem, before: Execution) -> ScheduleError:
         return ScheduleError(
             f"operator {item} is not ready: {self._graph.ops[before[0]].name}[{before[1]}] comes before it and was not "
             "executed",

@@ -104,7 +104,7 @@ class RandomScheduler(OpSchedulerBase):
             if item is None or (op.index, item.micro_batches[0]) in recorder.owner:
                 continue
             inside = {(i.op.index, m) for i in chain for m in (i.micro_batches if i.op.splittable else (0,))}
-            if all(before in recorder.owner or before in inside for before in recorder.units_before(item)):
+            if all(before in recorder.owner or before in inside for before in recorder.executions_before(item)):
                 chain = [*chain, item]
         return chain
 
