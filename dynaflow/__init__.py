@@ -42,7 +42,8 @@ _PLACES = {
     "dynaflow.partition.rules": ("SplitFunc", "SplitModule"),
     "dynaflow.schedule.base": ("OpSchedulerBase", "Sequential", "WrappingScheduler"),
     "dynaflow.schedule.check": ("check",),
-    "dynaflow.schedule.context": ("OpItem", "ScheduleContext"),
+    "dynaflow.schedule.context": ("ScheduleContext",),
+    "dynaflow.schedule.op_item": ("OpItem",),
     "dynaflow.strategies.choice": ("choose",),
     "dynaflow.training.train_step": ("TrainStep",),
 }

@@ -38,7 +38,7 @@ from dynaflow.core.plan import Plan
 from dynaflow.core.stats import Stats
 from dynaflow.engine.engine import Engine, marks, take_marks_back
 from dynaflow.engine.planner import Facts, PlanReady
-from dynaflow.engine.runner import Raiser
+from dynaflow.engine.runner import DeferredError
 from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import DynaFlowError, PlanError, RecordingError, shown, user_line
 from dynaflow.lower.compile_ops import Mode
@@ -452,7 +452,7 @@ def backend(
         try:
             engine = new_engine(None, combined(combined(far, defaults()), check_options(options or {})))
         except DynaFlowError as e:  # Dynamo would wrap it: raise it in the call instead
-            return Raiser(e)
+            return DeferredError(e)
         if options:
             _engines[id(options)], engine.options = engine, options
     return engine.backend(gm, example_inputs)

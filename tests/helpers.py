@@ -23,7 +23,7 @@ from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime import cuda_graphs
 from dynaflow.runtime.arena import BlockPool
 from dynaflow.runtime.cuda_graphs import GraphPool
-from dynaflow.runtime.cuda_lanes import CaptureStreams, Turns
+from dynaflow.runtime.cuda_lanes import CaptureStreams, RunOrder
 
 
 def randn(*shape: int) -> Tensor:
@@ -297,7 +297,7 @@ def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "GraphCapture", PretendedGraph)
     monkeypatch.setattr(Lowerer, "captures", lambda self, job: self.cudagraph is not None)
     for kind, name in ((GraphPool, "segments"), (GraphPool, "handle"), (CaptureStreams, "main"),
-                       (CaptureStreams, "settle"), (Turns, "enter"), (Turns, "leave")):  # fmt: skip
+                       (CaptureStreams, "settle"), (RunOrder, "enter"), (RunOrder, "leave")):  # fmt: skip
         monkeypatch.setattr(kind, name, lambda self, device: None)
 
 

@@ -37,8 +37,9 @@ from dynaflow.capture.trace_conditions import (
 from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.stats import Stats
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
-from dynaflow.engine.planner import Facts, Planner, rules_of
-from dynaflow.engine.runner import GraphRunner, PlainRunner, Raiser
+from dynaflow.engine.planner import Facts, Planner
+from dynaflow.engine.runner import DeferredError, GraphRunner, PlainRunner
+from dynaflow.engine.user_code import rules_of
 from dynaflow.errors import NOT_FAILURES, DynaFlowError, fall_back
 from dynaflow.lower.compile_ops import Mode, Operators
 from dynaflow.lower.lower import CudaGraph, Lowerer, OnTask
@@ -154,7 +155,7 @@ class Engine:
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             take_marks_back()
-            return Raiser(e)
+            return DeferredError(e)
         except Exception as e:
             if isinstance(e, NOT_FAILURES) or _torch.is_restart(e):
                 raise
@@ -205,7 +206,7 @@ class Engine:
                 rewrite=self.rewrite, merge_calls=merge_calls,
             )  # fmt: skip
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
-            return self._held(made, passes, gm) if training else made
+            return self._keep_engine(made, passes, gm) if training else made
         except Exception as e:
             if ours and isinstance(ours[0], TraceMismatch):
                 return self._plain(gm, str(ours[0]))
@@ -255,7 +256,7 @@ class Engine:
         except (ProbeFailed, Unschedulable):  # it runs plainly in any case
             return True
 
-    def _held(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
+    def _keep_engine(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
         """What AOTAutograd has made of the passes; what is to run backward holds the engine, since the compiled model
         may be gone by then. `gm`: what runs in forward-mode AD, which AOTAutograd's function knows nothing of."""
         engine_of = weakref.ref(self)

@@ -8,7 +8,9 @@ from typing import Any
 from dynaflow import OpSchedulerBase, SplitFunc
 from dynaflow.capture.captured_graph import concrete
 from dynaflow.errors import SplitError
-from dynaflow.schedule.context import OpItem, ScheduleContext, fusion_values
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.fusion import fusion_values
+from dynaflow.schedule.op_item import OpItem
 from tests.fuzz.compare import Mismatch
 from tests.fuzz.dice import Dice
 

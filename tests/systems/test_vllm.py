@@ -451,7 +451,7 @@ def test_operators_with_a_state_are_found_by_the_layers_that_they_name(
     torch.testing.assert_close(fast(x), layers(x))
     (forward,) = set(integration.forwards()) - before
     assert Step.row_aware == {"cached", "recurrent", "experts"} and not forward.why_whole
-    forward.engine.set_scheduler(integration.in_vllm("tests.systems.vllm_schedulers:LastFirst"))
+    forward.engine.planner.set_scheduler(integration.in_vllm("tests.systems.vllm_schedulers:LastFirst"))
     fast(x)
     graph = graph_of(forward.engine)
     found = {op.name: [graph.ops[a].name for a in op.serial_after] for op in graph.ops if "dynaflow_tests" in op.name}

@@ -287,7 +287,7 @@ def _schedule_by(self: Any, setting: dict[str, Any]) -> None:
     from dynaflow.integrations import vllm as integration
 
     (forward,) = integration.forwards()
-    forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
+    forward.engine.planner.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
 
 
 def _collectives(self: Any) -> dict[str, Any]:
@@ -405,7 +405,7 @@ def run_others(folder: str, schedulers: Settings, models: Settings) -> dict[str,
         (forward,) = set(integration.forwards()) - before
         served = {}
         for scheduler, setting in schedulers.items():
-            forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
+            forward.engine.planner.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
             llm.reset_prefix_cache()
             served[scheduler] = dataclasses.asdict(serve(llm, mixture()))
         (graph, *_) = graphs_of(forward.engine)

@@ -470,7 +470,7 @@ def test_check_whole_operator_waits_for_all_parts() -> None:
 
 def test_check_runs_by_default_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("dynaflow.engine.planner.check", lambda *args: calls.append(args))
+    monkeypatch.setattr("dynaflow.engine.plan_maker.check", lambda *args: calls.append(args))
     compiled(Stack())(X)
     assert len(calls) == 1
     compiled(Stack(), check=False)(X)

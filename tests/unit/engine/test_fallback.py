@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.capture.joint_graph import JointGraph
-from dynaflow.engine import engine, planner
+from dynaflow.engine import engine, plan_maker, planner
 from dynaflow.errors import FallbackWarning
 from dynaflow.lower.lower import Lowerer
 from tests.helpers import Each, compiled, randn
@@ -48,8 +48,8 @@ def backward_fails(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 WHERE: dict[str, tuple[Any, str]] = {
     "capture": (engine, "CapturedGraph"),
-    "cut": (planner, "partition"),
-    "check": (planner, "check"),
+    "cut": (plan_maker, "partition"),
+    "check": (plan_maker, "check"),
     "lower": (Lowerer, "lower"),
     "padding": (planner, "Padding"),
     "request": (planner.Planner, "request"),

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import dynaflow as df
 from dynaflow import _torch
 from dynaflow.cli.doctor import cpp_compiler
-from dynaflow.lower.first_call import Untried
+from dynaflow.lower.first_call import FirstCall
 from tests.helpers import Each, assert_equal, lowered_of, randn
 
 RULES = (df.SplitModule("first"), df.SplitModule("second"))
@@ -264,8 +264,8 @@ def test_no_later_call_pays_for_it() -> None:
         (lowered,) = lowered_of(fast)
         (whole,) = lowered_of(uncut)
     assert lowered.code is not None
-    assert not any(isinstance(value, Untried) for value in lowered.code.names.values())
-    assert not isinstance(whole.entry.call, Untried)
+    assert not any(isinstance(value, FirstCall) for value in lowered.code.names.values())
+    assert not isinstance(whole.entry.call, FirstCall)
 
 
 def test_two_lanes_fail_at_once() -> None:
@@ -276,7 +276,7 @@ def test_two_lanes_fail_at_once() -> None:
         both.wait(10)
         raise error()
 
-    untried = Untried(fails, lambda e: lambda args: calls.append(list(args)) or "right")
+    untried = FirstCall(fails, lambda e: lambda args: calls.append(list(args)) or "right")
     found: list[Any] = []
     threads = [threading.Thread(target=lambda n=n: found.append(untried([n]))) for n in range(2)]
     for thread in threads:

@@ -347,9 +347,9 @@ def test_a_lane_with_all_sms_has_no_partition(shares: tuple[int | None, ...], gr
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ((100, 48, None), r"lanes lane0 \(100 SMs\), lane1 \(48 SMs\), lane2 ask for 148 SMs .* the device has 132"),
-        ((64, 68, None), r"lane 'lane2' is to have what the others leave, but 0 SMs .*lane0 64, lane1 68"),
-        ((60, 70), r"lane 'lane1' is to have 70 SMs, but 68 SMs are left \(granted so far: lane0 64\)"),
+        ((100, 48, None), r"lanes lane0 \(100 SMs\), lane1 \(48 SMs\), lane2 request 148 SMs .* the device has 132"),
+        ((64, 68, None), r"lane 'lane2' requests what the others leave, but 0 SMs .*lane0 64, lane1 68"),
+        ((60, 70), r"lane 'lane1' requests 70 SMs, but 68 SMs are left \(granted so far: lane0 64\)"),
         ((64, 66), r"lane 'lane1' .*cuDevSmResourceSplitByCount failed \(915\)"),
     ],
 )

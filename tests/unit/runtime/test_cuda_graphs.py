@@ -24,7 +24,7 @@ class Captured:
 
 
 def test_what_was_not_used_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     pool = GraphPool(Stats())
     one, two, three = Captured(), Captured(), Captured()
     for graphed in (one, two, one, three):
@@ -58,26 +58,27 @@ class Moving:
 
 
 def test_graphs_of_a_few_places_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    moving = Moving(monkeypatch, cuda_graphs.PLACES + 1)
-    every = range(cuda_graphs.PLACES)
-    assert moving(*every) == cuda_graphs.PLACES
-    assert moving(*every, *reversed(every)) == cuda_graphs.PLACES
-    assert moving(cuda_graphs.PLACES) == cuda_graphs.PLACES + 1  # now the one that was not used for longest is gone
-    assert moving(*every[:-1]) == cuda_graphs.PLACES + 1
-    assert moving(cuda_graphs.PLACES - 1) == cuda_graphs.PLACES + 2
+    moving = Moving(monkeypatch, cuda_graphs.MAX_PLACES + 1)
+    every = range(cuda_graphs.MAX_PLACES)
+    assert moving(*every) == cuda_graphs.MAX_PLACES
+    assert moving(*every, *reversed(every)) == cuda_graphs.MAX_PLACES
+    assert moving(cuda_graphs.MAX_PLACES) == cuda_graphs.MAX_PLACES + 1  # the least recently used one is gone
+    assert moving(*every[:-1]) == cuda_graphs.MAX_PLACES + 1
+    assert moving(cuda_graphs.MAX_PLACES - 1) == cuda_graphs.MAX_PLACES + 2
 
 
 def test_captures_go_on_while_they_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = 2 * cuda_graphs.CAPTURES
+    many = 2 * cuda_graphs.MAX_CAPTURES
     moving = Moving(monkeypatch, many)
     for place in range(many):
-        assert moving(*[place] * cuda_graphs.USEFUL) == place + 1
+        assert moving(*[place] * cuda_graphs.MIN_REPLAYS) == place + 1
     assert not moving.fast.stats.capture_failures
-    moving(*range(cuda_graphs.CAPTURES))
+    moving(*range(cuda_graphs.MAX_CAPTURES))
     assert not moving.fast.stats.capture_failures
     with pytest.warns(UserWarning, match="elsewhere in memory too often"):
         moving(many - 5)
-    assert moving.fast.stats.captures == many + cuda_graphs.CAPTURES and len(moving.fast.stats.capture_failures) == 1
+    stats = moving.fast.stats
+    assert stats.captures == many + cuda_graphs.MAX_CAPTURES and len(stats.capture_failures) == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 1), (1, 1)])

@@ -363,7 +363,7 @@ def test_schedulers_that_cut_alike_share_the_partition() -> None:
 
 
 def test_of_many_ways_to_cut_a_graph_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynaflow.engine.analyzed_graph.CUTS_KEPT", 2)
+    monkeypatch.setattr("dynaflow.engine.analyzed_graph.MAX_PARTITIONS", 2)
     model = Stack()
     fast = compiled(model, Each(STACK_RULES))
     fast(X)
@@ -662,7 +662,7 @@ def test_items_of_another_context_are_refused() -> None:
 
 
 def test_a_bounded_number_of_plans_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynaflow.engine.plan_cache.MOST", 2)
+    monkeypatch.setattr("dynaflow.engine.plan_cache.MAX_ENTRIES", 2)
     scheduler = Each(STACK_RULES)
     model = Stack()
     fast = compiled(model, scheduler)

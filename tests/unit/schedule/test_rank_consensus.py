@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dynaflow as df
 from dynaflow import _torch
 from dynaflow.schedule import rank_consensus
-from dynaflow.schedule.rank_consensus import Meetings
+from dynaflow.schedule.rank_consensus import RankConsensus
 from tests.helpers import Each, compiled, graph_of
 
 
@@ -54,7 +54,7 @@ def meet(planned: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[st
         monkeypatch.setattr(_torch, "rank", lambda: rank)
         monkeypatch.setattr(_torch, "exchange", lambda prefix, mine, ranks, said, patience: exchange(said))
         try:
-            Meetings().agree(plan, planned[1])
+            RankConsensus().verify(plan, planned[1])
         except df.PlanError as e:
             return str(e)
         return "agreed"
@@ -104,7 +104,7 @@ def test_a_plan_without_collectives_asks_nobody(monkeypatch: pytest.MonkeyPatch)
         plan = fast.plan(torch.randn(4, 3))
     monkeypatch.setattr(_torch, "ranks_of", never)
     monkeypatch.setattr(_torch, "exchange", never)
-    Meetings().agree(plan, graph_of(fast))
+    RankConsensus().verify(plan, graph_of(fast))
 
 
 def test_texts_are_exchanged_in_the_process_groups_store() -> None:
