@@ -405,7 +405,8 @@ def run_others(folder: str, schedulers: Settings, models: Settings) -> dict[str,
         (forward,) = set(integration.forwards()) - before
         served = {}
         for scheduler, setting in schedulers.items():
-            forward.engine.planner.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
+            wanted = integration.in_vllm(setting["scheduler"], setting.get("scheduler_options"))
+            forward.engine.planner.set_scheduler(wanted)
             llm.reset_prefix_cache()
             served[scheduler] = dataclasses.asdict(serve(llm, mixture()))
         (graph, *_) = graphs_of(forward.engine)

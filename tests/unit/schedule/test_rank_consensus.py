@@ -52,7 +52,7 @@ def meet(planned: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[st
 
     def agree(rank: int, plan: df.Plan, exchange: Callable[[str], dict[int, str]]) -> str:
         monkeypatch.setattr(_torch, "rank", lambda: rank)
-        monkeypatch.setattr(_torch, "exchange", lambda prefix, mine, ranks, said, patience: exchange(said))
+        monkeypatch.setattr(_torch, "exchange_texts", lambda prefix, mine, ranks, said, patience: exchange(said))
         try:
             RankConsensus().verify(plan, planned[1])
         except df.PlanError as e:
@@ -95,7 +95,7 @@ def test_a_rank_that_has_planned_nothing(planned: Any, meet: Callable[..., list[
     assert "rank 1 has planned nothing to meet with rank 0 in 1 s" in first
 
 
-def test_a_plan_without_collectives_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_collectives_asks_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError("asked")
 
@@ -103,7 +103,7 @@ def test_a_plan_without_collectives_asks_nobody(monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         plan = fast.plan(torch.randn(4, 3))
     monkeypatch.setattr(_torch, "ranks_of", never)
-    monkeypatch.setattr(_torch, "exchange", never)
+    monkeypatch.setattr(_torch, "exchange_texts", never)
     RankConsensus().verify(plan, graph_of(fast))
 
 
