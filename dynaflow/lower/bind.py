@@ -131,6 +131,8 @@ class _Binder:
         self.start: list[Instruction] = []
         self.buffers: list[Buffer] = []
         self.buffer_slices: list[Narrow] = []
+        self.modules: dict[Any, torch.fx.GraphModule] = {}
+        """By module and results: the module that writes those into given memory, the same for all micro-batches."""
         self.conditions: set[tuple[Parts, Condition]] = set()
         self.layouts = image_layouts(graph) if operators.writes_into and not graph.graph.grad else {}
         self.batch = frozenset().union(*graph.batch_axes) if graph.batch_axes else frozenset()
@@ -317,10 +319,11 @@ class _Binder:
 
     def _module(self, unit: Unit, outs: list[int]) -> torch.fx.GraphModule:
         """The unit's graph, with the results at positions `outs` written into given memory."""
-        module = unit.module
-        if self.layouts:
-            module = arrange(module, self._formats(unit, outs))
-        return write_into(module, outs) if outs else module
+        key = (unit.module, tuple(outs))
+        if key not in self.modules:
+            module = arrange(unit.module, self._formats(unit, outs)) if self.layouts else unit.module
+            self.modules[key] = write_into(module, outs) if outs else module
+        return self.modules[key]
 
     def _formats(self, unit: Unit, outs: list[int]) -> dict[int, torch.memory_format]:
         """Of the images among a unit's own results. An operator's result follows its inputs: it must not, here."""

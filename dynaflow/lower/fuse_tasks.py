@@ -46,6 +46,7 @@ def make_units(plan: Plan, graph: OpGraph, *, chains: bool, apart: frozenset[str
         for v in op.reads:
             users.setdefault(v, set()).add(op.index)
     units = []
+    composed: dict[tuple[Op, ...], dict[str, Any]] = {}
     for tasks in _chains(plan, apart) if chains else [(i,) for i in range(len(plan.tasks))]:
         items = [item for t in tasks for item in plan.tasks[t].items]
         ops = tuple(graph.by_name[item.op] for item in items)
@@ -57,7 +58,9 @@ def make_units(plan: Plan, graph: OpGraph, *, chains: bool, apart: frozenset[str
             continue
         inside = {op.index for op in ops}
         kept = [v for op in ops for v in op.writes if v in graph.outputs or users.get(v, set()) - inside]
-        units.append(Unit(**whole, **_compose(graph, ops, kept)))
+        if ops not in composed:  # the same for all micro-batches
+            composed[ops] = _compose(graph, ops, kept)
+        units.append(Unit(**whole, **composed[ops]))
     return units
 
 

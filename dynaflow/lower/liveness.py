@@ -16,6 +16,7 @@ Steps
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -52,16 +53,15 @@ def add_frees(program: Program) -> Program:
             readers.add(uses.made_by[var])
         needed = sum(1 << r for r in readers)
         names = [var, *uses.slices.get(var, [])]  # a slice keeps the memory alive
-        for s in by_lane.get(lane, []):
-            if needed & ~before[s] == 0:
-                first.setdefault(s, []).extend(names)
-                break
-            if needed & ~(before[s] | 1 << s) == 0:
-                last.setdefault(s, []).extend(names)
-                break
-    steps = [replace(step, frees_first=tuple(first.get(s, ())), frees=tuple(last.get(s, ())))
+        steps = by_lane.get(lane, [])
+        # A step of a lane comes after all that the steps before it come after.
+        at = bisect_left(steps, True, key=lambda s: needed & ~(before[s] | 1 << s) == 0)
+        if at < len(steps):
+            s = steps[at]
+            (first if needed & ~before[s] == 0 else last).setdefault(s, []).extend(names)
+    freed = [replace(step, frees_first=tuple(first.get(s, ())), frees=tuple(last.get(s, ())))
              for s, step in enumerate(program.steps)]  # fmt: skip
-    return replace(program, steps=tuple(steps))
+    return replace(program, steps=tuple(freed))
 
 
 def _owned(program: Program) -> Iterable[Var]:

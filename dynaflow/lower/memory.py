@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import and_
 from typing import NamedTuple
 
 from dynaflow.capture.node_info import addresses_memory
@@ -156,9 +158,11 @@ def plan_arena(buffers: Sequence[Use], before: Sequence[int]) -> tuple[list[int]
     `before[s]` is a bit mask of the steps that are certain to have ended when step s starts.
     """
     users = [sum(1 << u for u in buffer.users) for buffer in buffers]
+    # What has ended before any of its writers starts.
+    ended = [reduce(and_, (before[w] for w in buffer.writers)) for buffer in buffers]
 
     def ends_before(one: int, other: int) -> bool:
-        return all(users[one] & ~before[w] == 0 for w in buffers[other].writers)
+        return users[one] & ~ended[other] == 0
 
     offsets = [0] * len(buffers)
     placed: list[int] = []
