@@ -134,14 +134,14 @@ def trials(settings: Settings) -> Iterator[Trial]:
             limit=FRACTION,
             at_least=True,
             skip=skip,
-            run=lambda times=times: _fraction(times()),
+            run=lambda times=times: fraction(times()),
         )
         yield Trial(
             what=f"speed-up{suffix}",
             baseline=f"sequential{suffix}",
             situation=situation,
             skip=skip,
-            run=lambda times=times: _speed_up(times()),
+            run=lambda times=times: speed_up(times()),
         )
     yield Trial(
         what="difference from the plain model",
@@ -215,13 +215,13 @@ def _times(model: nn.Module, x: Tensor, cudagraph: str | None, settings: Setting
 PARTS = ("compute", "chain", "to host", "from host")
 
 
-def _fraction(times: dict[str, list[float]]) -> Figure:
+def fraction(times: dict[str, list[float]]) -> Figure:
     bounds = [max(parts) for parts in zip(*(times[p] for p in PARTS), strict=True)]
     medians = {f"{name.replace(' ', '_')}_ms": figure(times[name]).value * 1e3 for name in times}
     return figure([b / t for b, t in zip(bounds, times["both"], strict=True)], **medians, rounds=len(bounds))
 
 
-def _speed_up(times: dict[str, list[float]]) -> Figure:
+def speed_up(times: dict[str, list[float]]) -> Figure:
     return figure([s / t for s, t in zip(times["sequential"], times["both"], strict=True)])
 
 

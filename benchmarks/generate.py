@@ -107,8 +107,8 @@ class Contest:
     def __init__(self, model: Any, work: Work, settings: Settings) -> None:
         self.work, self.settings = work, settings
         torch._dynamo.reset()
-        self.own = self._own(_sharing(model))
-        self.ours, self.generation = self._ours(_sharing(model))
+        self.own = self._own(sharing(model))
+        self.ours, self.generation = self._ours(sharing(model))
         self.away, self.same = self._check()
         before = self.generation.decode.stats.captures
         runs = {s.name: Timed(run=s.generate, prepare=s.prepare) for s in (self.own, *self.ours.values())}
@@ -146,7 +146,7 @@ class Contest:
         tuning = {"scheduler_options": TUNING_TINY} if self.settings.tiny else {}
         hf.accelerate(model, SCHEDULERS[0], operators=self.settings.operators, **tuning)
         generation = hf.compiled(model)
-        engines = [engine_of(phase._any) for phase in (generation.prefill, generation.decode)]
+        engines = [engine_of(phase.compiled) for phase in (generation.prefill, generation.decode)]
         sides = {}
         for scheduler in SCHEDULERS:
             if scheduler != SCHEDULERS[0]:
@@ -222,11 +222,11 @@ class Contest:
 
     def _decision(self, phase: str) -> Any:
         self.ours["auto"].prepare()
-        (choice,) = engine_of(getattr(self.generation, phase)._any).planner.cache.choices.values()
+        (choice,) = engine_of(getattr(self.generation, phase).compiled).planner.cache.choices.values()
         return choice.note
 
 
-def _sharing(model: Any) -> Any:
+def sharing(model: Any) -> Any:
     """Another model with the same weights: what is done to one leaves the other as it is."""
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 

@@ -55,7 +55,7 @@ class Layers(df.OpSchedulerBase):
 def tiny_layers(settings: Settings) -> Iterator[Trial]:
     layers = settings.layers or (4 if settings.tiny else LAYERS)
     for parts, lanes in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)):
-        times = once(lambda parts=parts, lanes=lanes: _times(settings, layers, parts, lanes))
+        times = once(lambda parts=parts, lanes=lanes: layer_times(settings, layers, parts, lanes))
         for what, which, limit in (("replay", "ours", LIMIT), ("whole call, guards included", "whole", None)):
             yield Trial(
                 what=what,
@@ -66,7 +66,7 @@ def tiny_layers(settings: Settings) -> Iterator[Trial]:
             )
 
 
-def _times(settings: Settings, layers: int, parts: int, lanes: int) -> tuple[dict[str, list[float]], int]:
+def layer_times(settings: Settings, layers: int, parts: int, lanes: int) -> tuple[dict[str, list[float]], int]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -156,7 +156,7 @@ class Graph(SerializableGraph):
         source = inject_row_ranges(gm, inputs, lambda op, given: op.namespace == "dynaflow_bench", _within)
         assert source is not None
         options = {"scheduler": serving(Parts(stand.parts), MOST), "operators": "eager"}
-        engine = api._engine(None, {**options, "facts": lambda: Server.step.facts, "batch_dims": source.dims})
+        engine = api.new_engine(None, {**options, "facts": lambda: Server.step.facts, "batch_dims": source.dims})
         stand.hosted = HostedGraph(engine.backend(gm, inputs), source, engine)
         return stand.hosted
 

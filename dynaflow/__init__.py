@@ -1,4 +1,15 @@
-"""DynaFlow: programmable intra-device parallelism for PyTorch."""
+"""DynaFlow: programmable intra-device parallelism for PyTorch.
+
+`compile(model, scheduler)` captures a model, cuts its graph into operators, and runs them as a scheduler says: on
+lanes, in micro-batches, in any order that is safe. All public names are here; each is imported on first use, so that
+`import dynaflow` loads nothing else. The packages, from the top; each imports only those below it:
+
+- `cli`, `integrations`, `api`, `options`: the entry points. `training`, `serving`, `strategies`: schedules by name.
+- `observe`: what ran. `tune`: measurements and the search. `engine`: from a call to a compiled plan.
+- `lower`, `runtime`: a plan as code on streams or threads. `schedule`: what a scheduler sees; the check.
+- `cost`: the cost model and the simulator. `partition`, `capture`: the graph and its operators.
+- `core`: plans, devices, errors and other common nouns. `_torch`: private APIs of torch.
+"""
 
 import importlib
 from typing import Any
@@ -31,16 +42,17 @@ _PLACES = {
     "dynaflow.partition.rules": ("SplitFunc", "SplitModule"),
     "dynaflow.schedule.base": ("OpSchedulerBase", "Sequential", "WrappingScheduler"),
     "dynaflow.schedule.check": ("check",),
-    "dynaflow.schedule.context": ("OpItem", "ScheduleContext"),
+    "dynaflow.schedule.context": ("ScheduleContext",),
+    "dynaflow.schedule.op_item": ("OpItem",),
     "dynaflow.strategies.choice": ("choose",),
     "dynaflow.training.train_step": ("TrainStep",),
 }
-"""Where the public names are. Each is imported when it is asked for; types are in `__init__.pyi`."""
+"""The module of each public name, imported on first use. Types are in `__init__.pyi`."""
 
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 
 _PACKAGES = ("integrations", "strategies")
-"""Imported when asked for, too: `dynaflow.strategies.NanoFlow`."""
+"""Packages that are imported on first use: `dynaflow.strategies.NanoFlow`."""
 
 __all__ = sorted(_PLACE_OF)
 

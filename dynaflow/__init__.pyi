@@ -34,8 +34,8 @@ from dynaflow.schedule.base import OpSchedulerBase as OpSchedulerBase
 from dynaflow.schedule.base import Sequential as Sequential
 from dynaflow.schedule.base import WrappingScheduler as WrappingScheduler
 from dynaflow.schedule.check import check as check
-from dynaflow.schedule.context import OpItem as OpItem
 from dynaflow.schedule.context import ScheduleContext as ScheduleContext
+from dynaflow.schedule.op_item import OpItem as OpItem
 from dynaflow.strategies.choice import choose as choose
 from dynaflow.training.train_step import TrainStep as TrainStep
 

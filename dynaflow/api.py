@@ -38,7 +38,7 @@ from dynaflow.core.plan import Plan
 from dynaflow.core.stats import Stats
 from dynaflow.engine.engine import Engine, marks, take_marks_back
 from dynaflow.engine.planner import Facts, PlanReady
-from dynaflow.engine.runner import Raiser
+from dynaflow.engine.runner import DeferredError
 from dynaflow.engine.snapshot import NoRoom, Snapshot
 from dynaflow.errors import DynaFlowError, PlanError, RecordingError, shown, user_line
 from dynaflow.lower.compile_ops import Mode
@@ -131,7 +131,7 @@ def compile(
         optimizer=optimizer,
     )
     fullgraph = validate.flag(fullgraph, "fullgraph")
-    made: CompiledModel = with_methods(*_kind_of(model))(model, _engine(model, options), fullgraph, options)
+    made: CompiledModel = with_methods(*_kind_of(model))(model, new_engine(model, options), fullgraph, options)
     return made
 
 
@@ -183,7 +183,7 @@ class CompiledModel(Proxy):
         try:
             return self._df_latest(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as e:
-            if not _torch.waits_for_a_trace(e, (args, kwargs)):
+            if not _torch.wait_for_other_trace(e, (args, kwargs)):
                 raise
         finally:
             if marks.undo:  # a capture failed
@@ -217,7 +217,7 @@ class CompiledModel(Proxy):
                 call.captured = True
                 raise
             except RuntimeError as e:
-                if not _torch.waits_for_a_trace(e, (args, kwargs)):
+                if not _torch.wait_for_other_trace(e, (args, kwargs)):
                     raise
                 return self(*args, **kwargs)
             call.captured = True
@@ -320,7 +320,7 @@ class CompiledModel(Proxy):
 
     def __setstate__(self, state: tuple[Any, Options, bool, Any]) -> None:
         model, options, fullgraph, forward = state
-        CompiledModel.__init__(self, model, _engine(model, options), fullgraph, options)
+        CompiledModel.__init__(self, model, new_engine(model, options), fullgraph, options)
         self._df_forward = forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -434,7 +434,7 @@ def _simulated(ready: PlanReady, device: str | None = None, profile: Profile | N
 def _checked_profile(profile: Any) -> Profile | None:
     known = isinstance(profile, Mapping) and all(isinstance(key, tuple) and len(key) == 3 for key in profile)
     if profile is not None and not known:
-        raise validate.wrong("profile", profile, "pass what fast.profile(**inputs) gave")
+        raise validate.invalid("profile", profile, "pass what fast.profile(**inputs) gave")
     return profile
 
 
@@ -450,9 +450,9 @@ def backend(
     if engine is None or engine.options is not options:
         far = {"cudagraph": "plan"} if mode == "reduce-overhead" else {}
         try:
-            engine = _engine(None, combined(combined(far, defaults()), check_options(options or {})))
+            engine = new_engine(None, combined(combined(far, defaults()), check_options(options or {})))
         except DynaFlowError as e:  # Dynamo would wrap it: raise it in the call instead
-            return Raiser(e)
+            return DeferredError(e)
         if options:
             _engines[id(options)], engine.options = engine, options
     return engine.backend(gm, example_inputs)
@@ -467,12 +467,12 @@ del backend
 def __getattr__(name: str) -> Any:
     """`backend`, which torch looks up before it traces a model for it."""
     if name == "backend":
-        _torch.teach_dynamo(TRACED)
+        _torch.patch_dynamo(TRACED)
         return _backend
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _engine(model: Any, options: Options | Mapping[str, Any]) -> Engine:
+def new_engine(model: Any, options: Options | Mapping[str, Any]) -> Engine:
     if not isinstance(options, Options):
         options = Options(**check_options(options))
     if options.optimizer is not None:

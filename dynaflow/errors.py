@@ -1,4 +1,4 @@
-"""The mistakes a user can make, one class each.
+"""The errors that users can get, one class for each kind of mistake.
 
 Every message says what happened, on which operator, at which line of the user's code, and what to do.
 """
@@ -14,13 +14,13 @@ import torch
 
 _OTHERS = tuple(f"{os.path.dirname(os.path.abspath(file or ''))}{os.sep}"
                 for file in (__file__, importlib.__file__, torch.__file__))  # fmt: skip
-"""Where code lies that is not the user's."""
+"""Folders of code that is not the user's."""
 
 
 class DynaFlowError(Exception):
     """Base of all errors raised by dynaflow.
 
-    `op` is the operator concerned, `line` the user's line ("file.py:12"), `advice` what to do.
+    `op` is the operator concerned, `line` the line of the user's code ("file.py:12"), `advice` what to do.
     """
 
     def __init__(self, what: str, *, op: str | None = None, line: str | None = None, advice: str = "") -> None:
@@ -28,7 +28,7 @@ class DynaFlowError(Exception):
         text = what
         if op is not None and op not in what:
             text += f"\n  operator: {op}"
-        if line and not line.startswith("<dynaflow"):  # code of ours that is in no file
+        if line and not line.startswith("<dynaflow"):  # generated code
             text += f"\n  at: {line}"
         if advice:
             text += f"\n  what to do: {advice}"
@@ -36,11 +36,11 @@ class DynaFlowError(Exception):
 
 
 class PartitionError(DynaFlowError):
-    """The graph can't be cut as the rules say: a rule matches nothing, or the rules are malformed."""
+    """The graph can't be cut by the rules: a rule matches nothing, or the rules are malformed."""
 
 
 class SplitError(DynaFlowError):
-    """The batch can't be split like this: an operator mixes its rows, or the sizes don't fit it."""
+    """The batch can't be split like this: an operator mixes its rows, or the sizes don't add up to it."""
 
 
 class ScheduleError(DynaFlowError):
@@ -52,32 +52,32 @@ class PlanError(DynaFlowError):
 
 
 class VerifyError(DynaFlowError):
-    """A plan computed something else than the plain model."""
+    """A plan computed other results than the plain model."""
 
 
 class TimelineError(DynaFlowError):
-    """A file, or a list of spans, is no timeline."""
+    """A file, or a list of spans, is not a valid timeline."""
 
 
 class RecordingError(DynaFlowError):
-    """A recording inside of another one, or one that does not hold what it is asked for."""
+    """A recording inside of another one, or one that doesn't contain what is requested."""
 
 
 class FallbackWarning(UserWarning):
-    """A graph runs unscheduled, since dynaflow or torch.compile's tracer failed on it.
+    """A graph runs unscheduled because dynaflow or torch.compile's tracer failed on it.
 
-    Where it is made an error, by `warnings.simplefilter("error", dynaflow.FallbackWarning)`, what failed is raised.
+    `warnings.simplefilter("error", dynaflow.FallbackWarning)` raises the original error instead.
     """
 
 
 NOT_FAILURES = (DynaFlowError, MemoryError, torch.OutOfMemoryError)
-"""Errors that are raised rather than worked around: user mistakes, and running out of memory."""
+"""Errors that are always raised, with no fallback: user mistakes, and running out of memory."""
 
 
 def fall_back(error: Exception, what: str, failed: str = "dynaflow") -> str:
-    """Warns that `what` runs unscheduled because `failed` could not handle it; returns the reason."""
+    """Warns that `what` runs unscheduled because `failed` could not handle it. Returns the reason."""
     why = f"{failed} failed on it: {shortened(f'{type(error).__name__}: {error}', 300)}"
-    ours = "This is a mistake of dynaflow's: please report it. " if failed == "dynaflow" else ""
+    ours = "This is a bug in dynaflow: please report it. " if failed == "dynaflow" else ""
     try:
         warnings.warn(
             f"{what} runs unscheduled, as {why}. {ours}"
@@ -91,7 +91,7 @@ def fall_back(error: Exception, what: str, failed: str = "dynaflow") -> str:
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A value as an error tells of it: it may be of any size, or one that can't be printed."""
+    """The repr of a value for an error message, shortened; it may have any size, or not be printable."""
     try:
         text = repr(value)
     except Exception:
@@ -100,13 +100,13 @@ def shown(value: object, most: int = 60) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """On one line of at most `most` characters."""
+    """The text on one line of at most `most` characters."""
     text = printable(" ".join(text.split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def printable(text: str) -> str:
-    """On one line, whatever is in it: control characters and halves of characters are spelled out."""
+    """The text on one line: control characters and lone surrogates are escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -124,7 +124,7 @@ def user_line() -> str | None:
 
 
 def raised_at(error: BaseException) -> str | None:
-    """The line of user code that raised `error`: the last frame outside this package and torch, and of no import."""
+    """The line of user code that raised `error`: the last frame outside of this package, torch and importlib."""
     line, tb = None, error.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
@@ -135,7 +135,7 @@ def raised_at(error: BaseException) -> str | None:
 
 
 def nearest(wanted: str, names: list[str], count: int = 5) -> list[str]:
-    """The names closest to `wanted`, best first: same ending first, then similar spelling."""
+    """Returns the names closest to `wanted`, best first: same ending first, then similar spelling."""
     import difflib
 
     stem = wanted.replace("*", "").strip(".")

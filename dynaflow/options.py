@@ -36,7 +36,7 @@ Check = Callable[[Any, str], Any]
 def _one_of(*allowed: str) -> Check:
     def check(value: Any, what: str) -> str:
         if not isinstance(value, str) or value not in allowed:
-            raise validate.wrong(what, value, f"say {' or '.join(map(repr, allowed))}")
+            raise validate.invalid(what, value, f"say {' or '.join(map(repr, allowed))}")
         return value
 
     return check
@@ -53,7 +53,7 @@ def _dynamic_dims(value: Any, what: str) -> dict[str, list[int]]:
     found = {}
     for name, dims in validate.mapping(value, what, advice).items():
         here = f"{what}[{name!r}]"
-        found[name] = [validate.integer(d, here, advice) for d in validate.several(dims, here, advice)]
+        found[name] = [validate.integer(d, here, advice) for d in validate.sequence(dims, here, advice)]
     return found
 
 
@@ -64,7 +64,7 @@ def _facts(value: Any, what: str) -> Any:
 
 def _optimizer(value: Any, what: str) -> torch.optim.Optimizer:
     if not isinstance(value, torch.optim.Optimizer):
-        raise validate.wrong(what, value, "pass an optimizer of torch.optim: SGD, Adam or AdamW")
+        raise validate.invalid(what, value, "pass an optimizer of torch.optim: SGD, Adam or AdamW")
     return value
 
 

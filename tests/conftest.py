@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SLOW = Path(__file__).with_name("slow.txt").read_text().split()
-"""Folders, files and tests, one a line."""
+"""Folders, files and tests, one a line; of a test with parameters all, or one: `file.py::test[this]`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         file, _, name = item.nodeid.partition("::")
-        if any(entry in (file, f"{file}::{name.partition('[')[0]}") or file.startswith(f"{entry}/") for entry in SLOW):
+        own = (file, f"{file}::{name.partition('[')[0]}", item.nodeid)
+        if any(entry in own or file.startswith(f"{entry}/") for entry in SLOW):
             item.add_marker("slow")
 
 

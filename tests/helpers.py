@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,11 +15,15 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.api import engine_of
+from dynaflow.engine.engine import Engine
+from dynaflow.engine.planner import Planner, PlanReady
+from dynaflow.lower.executable import Executable
 from dynaflow.lower.lower import Lowerer
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime import cuda_graphs
+from dynaflow.runtime.arena import BlockPool
 from dynaflow.runtime.cuda_graphs import GraphPool
-from dynaflow.runtime.cuda_lanes import CaptureStreams, Turns
+from dynaflow.runtime.cuda_lanes import CaptureStreams, RunOrder
 
 
 def randn(*shape: int) -> Tensor:
@@ -147,10 +154,86 @@ def whole(plan: df.Plan) -> list[str]:
     return [name for name in names(plan) if len(parts_of(plan, name)) == 1]
 
 
-def graph_of(fast: df.CompiledModel) -> OpGraph:
+def lines_run(function: Callable[[], Any]) -> int:
+    """How many lines of dynaflow a call runs, in this thread: what it costs, whatever the machine is."""
+    count, root = 0, str(Path(df.__file__).parent)
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: line if frame.f_code.co_filename.startswith(root) else None)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+# What is inside a compiled model. No other test file looks at `planner.cache`, so a change there is one here.
+
+
+def planner_of(fast: df.CompiledModel | Engine) -> Planner:
+    return (fast if isinstance(fast, Engine) else engine_of(fast)).planner
+
+
+def graphs_of(fast: df.CompiledModel | Engine) -> list[OpGraph]:
+    """The partitioned graphs of the present scheduler."""
+    return list(planner_of(fast).cache.graphs.values())
+
+
+def graph_of(fast: df.CompiledModel | Engine) -> OpGraph:
     """The partitioned graph of a compiled model that has only one."""
-    (graph,) = engine_of(fast).planner.cache.graphs.values()
+    (graph,) = graphs_of(fast)
     return graph
+
+
+def plans_of(fast: df.CompiledModel | Engine) -> list[df.Plan]:
+    """The plans of the present scheduler, and of those that it has chosen."""
+    return planner_of(fast).plans()
+
+
+def lowered_of(fast: df.CompiledModel | Engine) -> list[Executable]:
+    """The same, lowered; without those that other schedulers have made."""
+    return list(planner_of(fast).cache.plans.values())
+
+
+def elastic_of(fast: df.CompiledModel | Engine) -> list[Any]:
+    """The functions that serve all sizes."""
+    return list(planner_of(fast).cache.elastic.values())
+
+
+def notes_of(fast: df.CompiledModel | Engine) -> list[Any]:
+    """What a scheduler that chooses others has to say about each of its choices."""
+    return [choice.note for choice in planner_of(fast).cache.choices.values()]
+
+
+def scheduler_of(fast: df.CompiledModel | Engine) -> df.OpSchedulerBase:
+    return planner_of(fast).cache.scheduler
+
+
+def ready_for(fast: df.CompiledModel, *args: Any) -> PlanReady:
+    """What a call would run, lowered and not run."""
+    ready = planner_of(fast).planned(lambda: fast(*args))
+    assert ready is not None
+    return ready
+
+
+def write_results(fast: df.CompiledModel) -> None:
+    """Has operators that are not compiled write into the buffers of a plan, as compiled ones do."""
+    engine_of(fast).operators.writes_into = True
+
+
+def set_chains(fast: df.CompiledModel | Engine, on: bool) -> None:
+    """Whether neighbours on a lane become one call."""
+    planner_of(fast).lowerer.chains = on
+
+
+def blocks_of(fast: df.CompiledModel) -> BlockPool:
+    """The memory of a model's plans."""
+    return planner_of(fast).lowerer.blocks
 
 
 class Block(nn.Module):
@@ -211,10 +294,10 @@ class PretendedGraph:
 
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cudagraph="plan"` then counts captures and replays on a CPU as it would on a GPU."""
-    monkeypatch.setattr(cuda_graphs, "_Graph", PretendedGraph)
-    monkeypatch.setattr(Lowerer, "_captures", lambda self, job: self.cudagraph is not None)
+    monkeypatch.setattr(cuda_graphs, "GraphCapture", PretendedGraph)
+    monkeypatch.setattr(Lowerer, "captures", lambda self, job: self.cudagraph is not None)
     for kind, name in ((GraphPool, "segments"), (GraphPool, "handle"), (CaptureStreams, "main"),
-                       (CaptureStreams, "settle"), (Turns, "enter"), (Turns, "leave")):  # fmt: skip
+                       (CaptureStreams, "settle"), (RunOrder, "enter"), (RunOrder, "leave")):  # fmt: skip
         monkeypatch.setattr(kind, name, lambda self, device: None)
 
 

@@ -99,7 +99,7 @@ def _seeded(make: Callable[[], Any], seed: int) -> nn.Module:
     return _randomise(model, seed)
 
 
-def _transformer(model: str, config: str, seed: int, **fields: Any) -> Callable[[], nn.Module]:
+def transformer(model: str, config: str, seed: int, **fields: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
 
@@ -115,21 +115,21 @@ def _generator(batch: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 + batch)
 
 
-def _ids(batch: int, length: int, generator: torch.Generator) -> Tensor:
+def ids_of(batch: int, length: int, generator: torch.Generator) -> Tensor:
     # The first id is the row's own, so that no two rows are equal by chance; 0..3 are left to special tokens.
     ids = torch.randint(4, VOCAB, (batch, length), generator=generator)
     ids[:, 0] = 4 + torch.arange(batch) % (VOCAB - 4)
     return ids
 
 
-def _left_padding(batch: int, length: int) -> Tensor:
+def left_padding(batch: int, length: int) -> Tensor:
     """A mask whose rows have different lengths and end together, as a batch of prompts does."""
     pad = (torch.arange(batch) * 3 + 1) % 6
     return (torch.arange(length)[None, :] >= pad[:, None]).long()
 
 
 def _right_padding(batch: int, length: int) -> Tensor:
-    return _left_padding(batch, length).flip(1)
+    return left_padding(batch, length).flip(1)
 
 
 def _positions(mask: Tensor) -> Tensor:
@@ -137,12 +137,12 @@ def _positions(mask: Tensor) -> Tensor:
 
 
 def _prompt(batch: int) -> dict[str, Any]:
-    return {"input_ids": _ids(batch, PROMPT, _generator(batch)), "use_cache": False}
+    return {"input_ids": ids_of(batch, PROMPT, _generator(batch)), "use_cache": False}
 
 
 def _padded_prompt(batch: int) -> dict[str, Any]:
-    mask = _left_padding(batch, PROMPT)
-    ids = _ids(batch, PROMPT, _generator(batch)).masked_fill(mask == 0, 0)
+    mask = left_padding(batch, PROMPT)
+    ids = ids_of(batch, PROMPT, _generator(batch)).masked_fill(mask == 0, 0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": _positions(mask), "use_cache": False}
 
 
@@ -154,7 +154,7 @@ def _padded_prompt_without_positions(batch: int) -> dict[str, Any]:
 
 def _text(batch: int) -> dict[str, Any]:
     mask = _right_padding(batch, PROMPT)
-    ids = _ids(batch, PROMPT, _generator(batch)).masked_fill(mask == 0, 0)
+    ids = ids_of(batch, PROMPT, _generator(batch)).masked_fill(mask == 0, 0)
     second = (torch.arange(PROMPT) >= PROMPT // 2).long().expand(batch, -1).contiguous()
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": second}
 
@@ -167,9 +167,9 @@ def _text_to_text(batch: int) -> dict[str, Any]:
     generator = _generator(batch)
     mask = _right_padding(batch, PROMPT)
     return {
-        "input_ids": _ids(batch, PROMPT, generator).masked_fill(mask == 0, 0),
+        "input_ids": ids_of(batch, PROMPT, generator).masked_fill(mask == 0, 0),
         "attention_mask": mask,
-        "decoder_input_ids": _ids(batch, 7, generator),
+        "decoder_input_ids": ids_of(batch, 7, generator),
         "use_cache": False,
     }
 
@@ -178,7 +178,7 @@ def _speech(batch: int) -> dict[str, Any]:
     generator = _generator(batch)
     return {
         "input_features": torch.randn(batch, 16, 40, generator=generator),
-        "decoder_input_ids": _ids(batch, 7, generator),
+        "decoder_input_ids": ids_of(batch, 7, generator),
         "use_cache": False,
     }
 
@@ -276,14 +276,14 @@ _LAYER_CUTS = (("*.self_attn", "attention"), ("*.mlp", "mlp"))
 _ENTRIES = (
     Entry(
         name="llama",
-        build=_transformer("LlamaForCausalLM", "LlamaConfig", 1, **_DECODER),
+        build=transformer("LlamaForCausalLM", "LlamaConfig", 1, **_DECODER),
         inputs=_padded_prompt,
         cuts=_LAYER_CUTS,
         requires="transformers",
     ),
     Entry(
         name="qwen3",
-        build=_transformer("Qwen3ForCausalLM", "Qwen3Config", 2, head_dim=16, **_DECODER),
+        build=transformer("Qwen3ForCausalLM", "Qwen3Config", 2, head_dim=16, **_DECODER),
         inputs=_prompt,
         cuts=_LAYER_CUTS,
         requires="transformers",
@@ -291,7 +291,7 @@ _ENTRIES = (
     Entry(
         name="gemma3",
         # One layer of each kind, and a window shorter than the prompt, so that the two masks differ.
-        build=_transformer(
+        build=transformer(
             "Gemma3ForCausalLM",
             "Gemma3TextConfig",
             3,
@@ -307,7 +307,7 @@ _ENTRIES = (
     ),
     Entry(
         name="gpt2",
-        build=_transformer(
+        build=transformer(
             "GPT2LMHeadModel",
             "GPT2Config",
             4,
@@ -325,7 +325,7 @@ _ENTRIES = (
     ),
     Entry(
         name="bert",
-        build=_transformer(
+        build=transformer(
             "BertModel",
             "BertConfig",
             5,
@@ -347,7 +347,7 @@ _ENTRIES = (
     ),
     Entry(
         name="vit",
-        build=_transformer(
+        build=transformer(
             "ViTForImageClassification",
             "ViTConfig",
             6,
@@ -365,7 +365,7 @@ _ENTRIES = (
     ),
     Entry(
         name="t5",
-        build=_transformer(
+        build=transformer(
             "T5ForConditionalGeneration",
             "T5Config",
             7,
@@ -388,7 +388,7 @@ _ENTRIES = (
     ),
     Entry(
         name="whisper",
-        build=_transformer(
+        build=transformer(
             "WhisperForConditionalGeneration",
             "WhisperConfig",
             8,
@@ -420,7 +420,7 @@ _ENTRIES = (
     ),
     Entry(
         name="mixtral",
-        build=_transformer(
+        build=transformer(
             "MixtralForCausalLM",
             "MixtralConfig",
             9,
@@ -436,7 +436,7 @@ _ENTRIES = (
     Entry(
         name="deepseek_v3",
         # A dense layer and a layer of experts; the low-rank dimensions all differ from each other.
-        build=_transformer(
+        build=transformer(
             "DeepseekV3ForCausalLM",
             "DeepseekV3Config",
             10,
@@ -518,11 +518,11 @@ def decode_setup(name: str, batch: int) -> Decode:
     model: Any = ZOO[name].build()
     length = PROMPT + DECODE_STEPS
     generator = _generator(batch)
-    ids = _ids(batch, length, generator)
+    ids = ids_of(batch, length, generator)
     mask: Tensor | None = None
     positions = torch.arange(length).expand(batch, -1)
     if name == "llama":
-        mask = _left_padding(batch, length)
+        mask = left_padding(batch, length)
         positions = _positions(mask)
         ids = ids.masked_fill(mask == 0, 0)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from dynaflow._torch.inductor import results_kept_apart
+from dynaflow._torch.inductor import preserve_aliasing
 from dynaflow._torch.versions import Boxed
 
 
@@ -40,9 +40,8 @@ def compile_passes(
     would, and returns a callable that runs it. Without gradients there is one graph.
 
     `native`: torch's own kernels run the graphs. `native_random`: torch's generator draws random numbers, not
-    Inductor's
-    seeds. `rewrite`: Inductor may fold constants, and drop casts that round. `merge_calls`: equal calls become one
-    (CSE). Seen on 2.11 and 2.13.
+    Inductor's seeds. `rewrite`: Inductor may fold constants, and drop casts that round. `merge_calls`: equal calls
+    become one (CSE). Seen on 2.11 and 2.13.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -73,7 +72,7 @@ def compile_passes(
     if not rewrite:
         settings |= {"pattern_matcher": False, "joint_graph_constant_folding": False}
     # Folded constants may precede the sizes they depend on. Inductor sorts the graph if custom passes exist.
-    settings |= results_kept_apart()
+    settings |= preserve_aliasing()
     with (
         torch._functorch.config.patch(options),
         torch._inductor.config.patch(settings),
@@ -108,7 +107,7 @@ def _scalars_stay_inputs(gm: fx.GraphModule) -> Iterator[None]:
         TensorifyState.force_specializations -= names
 
 
-def hold(value: Any, results: Sequence[Any]) -> None:
+def keep_alive(value: Any, results: Sequence[Any]) -> None:
     """Keeps a value alive as long as the results' autograd graph. Seen on 2.13."""
     for result in results:
         node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
@@ -153,8 +152,7 @@ def unused_results() -> frozenset[int]:
 
 def results_of_gradients() -> list[int]:
     """For each gradient that the backward graph takes, the position of its result in the forward graph. Seen on 2.11
-    and
-    2.13."""
+    and 2.13."""
     meta = _traced()
     kinds = ("non_alias", "unsafe_view_alias", "custom_function_view")
     written = [meta.input_info[i] for i in meta.mutated_inp_runtime_indices]
@@ -216,8 +214,7 @@ def first_result() -> int:
 
 def fresh_results() -> list[int]:
     """Positions of the forward graph's results that AOTAutograd traced as no view of an input or of another result.
-    Seen on
-    2.11 and 2.13."""
+    Seen on 2.11 and 2.13."""
     meta = _traced()
     infos = enumerate(meta.output_info, first_result())
     return [i for i, info in infos if info.output_type.name == "non_alias"]

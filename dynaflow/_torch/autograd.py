@@ -28,7 +28,7 @@ def gets_gradient(parameter: torch.Tensor) -> bool:
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
-def have_scalers_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def support_grad_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Makes GradScaler.step call the optimizer's step, and its hooks, even without gradients: otherwise it fails with
     an unhelpful assertion. Returns a function that undoes this. Seen on 2.11 and 2.13."""
     had = getattr(optimizer, "_step_supports_amp_scaling", False)

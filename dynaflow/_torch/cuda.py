@@ -25,7 +25,7 @@ def sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def leave_pool(device: torch.device, pool: Any) -> None:
+def end_failed_capture(device: torch.device, pool: Any) -> None:
     """Leaves the memory pool after a failed capture: CUDAGraph.capture_end raises before it does so. Seen on 2.11."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)

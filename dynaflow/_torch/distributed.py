@@ -24,8 +24,8 @@ def propagate_sharding(
     dim_of: Callable[[torch.Tensor], int | None],
 ) -> SimpleNamespace:
     """Asks DTensor's sharding rules. Returns `shards`, the dim on which each output is sharded (None if it is not, or
-    not
-    only), and `changes`, the arguments that DTensor would replace, each with its replacement. Seen on 2.11 and 2.13."""
+    not only), and `changes`, the arguments that DTensor would replace, each with its replacement. Seen on 2.11 and
+    2.13."""
     from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema
@@ -119,7 +119,7 @@ def ranks_of(groups: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def exchange(prefix: str, mine: int, ranks: Sequence[int], said: str, patience: timedelta) -> dict[int, str]:
+def exchange_texts(prefix: str, mine: int, ranks: Sequence[int], said: str, patience: timedelta) -> dict[int, str]:
     """Writes a text to the store of the default process group, and returns the texts that the ranks wrote in time.
 
     Seen on 2.11 and 2.13.
@@ -151,7 +151,7 @@ def symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     return symmetric.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def meet_in(buffer: torch.Tensor | None, group: str) -> torch.Tensor:
+def rendezvous(buffer: torch.Tensor | None, group: str) -> torch.Tensor:
     """Maps the group's symmetric memory on each rank. From 2.13's source; not run."""
     import torch.distributed._symmetric_memory as symmetric
 

@@ -30,13 +30,13 @@ def constant_in_trace(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def never_a_frame(function: F) -> F:
+def inline_only(function: F) -> F:
     """Dynamo inlines the function into frames that it traces, but never compiles it as a frame."""
-    NEVER_FRAMES.append(function.__code__)
+    INLINE_ONLY.append(function.__code__)
     return function
 
 
-NEVER_FRAMES: list[types.CodeType] = []
+INLINE_ONLY: list[types.CodeType] = []
 
 
 def hooks_of(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
@@ -53,18 +53,18 @@ def unwrapped_backend(backend: Any) -> Any:
     return backend
 
 
-def is_ours(backend: Any) -> bool:
+def is_dynaflow_backend(backend: Any) -> bool:
     """Whether the backend is dynaflow's, wrapped or not."""
     return str(getattr(unwrapped_backend(backend), "__module__", "")).startswith("dynaflow.")
 
 
-def break_where_cast(tensor: torch.Tensor) -> None:
+def break_if_autocast(tensor: torch.Tensor) -> None:
     """Breaks the graph at a call whose dtype autocast would change: on a CPU."""
     if not tensor.is_cuda and torch.is_autocast_enabled(tensor.device.type):
         torch._dynamo.graph_break()
 
 
-def breaks() -> Counter[str]:
+def graph_break_reasons() -> Counter[str]:
     """Reasons of the graph breaks in this process, with their counts. Seen on 2.13."""
     from torch._dynamo.utils import counters
 
@@ -142,7 +142,7 @@ def is_marked_static(tensor: Any) -> bool:
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
-def is_part(gm: fx.GraphModule) -> bool:
+def is_partial_graph(gm: fx.GraphModule) -> bool:
     """Whether the graph ends at a graph break, or starts after one."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None:
@@ -150,7 +150,7 @@ def is_part(gm: fx.GraphModule) -> bool:
     return bool(reason.graph_break) or any("torch_dynamo_resume_in" in f.name for f in reason.user_stack)
 
 
-def waits_for_a_trace(error: RuntimeError, given: Any) -> bool:
+def wait_for_other_trace(error: RuntimeError, given: Any) -> bool:
     """Whether a compiled function rejected a call only because another thread was tracing. If so, waits until that
     trace ends. Seen on 2.11 and 2.13, where the flag of a trace is global to all threads."""
     if "FX to symbolically trace" not in str(error) or torch._C._len_torch_dispatch_stack():
@@ -184,7 +184,7 @@ def unpickled(data: bytes) -> Any:
     return GraphPickler.loads(data, Symbols().mode)
 
 
-def each_source_once() -> None:
+def cache_traced_sources() -> None:
     """Patches Dynamo to read the source of each traced function once when it serializes.
 
     It reads the source for each traced call, of which a model of many layers has thousands: this takes seconds.
@@ -204,7 +204,7 @@ def each_source_once() -> None:
     SourceInfo.add_code = add_code  # type: ignore[assignment]
 
 
-def serializable(owner: Any) -> None:
+def register_serializable(owner: Any) -> None:
     """Registers a class of backend results that torch can serialize."""
     from torch._dynamo.aot_compile import SerializableCallable
 

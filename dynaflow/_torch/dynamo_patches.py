@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from dynaflow._torch.dynamo import NEVER_FRAMES, constant_in_trace, is_ours, unwrapped_backend
-from dynaflow._torch.fakes import without_logs_of_fakes
+from dynaflow._torch.dynamo import INLINE_ONLY, constant_in_trace, is_dynaflow_backend, unwrapped_backend
+from dynaflow._torch.fakes import silence_fake_errors
 from dynaflow._torch.versions import TORCH
 from dynaflow.errors import fall_back
 
 
-def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+def patch_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
     """Installs the workarounds, once. They act only on models traced for dynaflow, in which Dynamo also traces
     recurrent modules, `functions` in place of torch's, and the masks of nn.Transformer. Seen on 2.13."""
     from torch._dynamo.variables import builder
@@ -30,7 +30,7 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
 
     def traced(function: Callable[..., Any]) -> Callable[..., Any]:
         def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_ours(tx.output.compiler_fn):
+            if not is_dynaflow_backend(tx.output.compiler_fn):
                 return None
             return VariableTracker.build(tx, function).call_function(tx, list(args), kwargs)
 
@@ -40,7 +40,7 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
     usual = builder.VariableBuilder.wrap_module
 
     def wrap_module(self: Any, value: torch.nn.Module) -> Any:
-        ours = isinstance(value, torch.nn.RNNBase) and is_ours(self.tx.output.compiler_fn)
+        ours = isinstance(value, torch.nn.RNNBase) and is_dynaflow_backend(self.tx.output.compiler_fn)
         with torch._dynamo.config.patch(allow_rnn=True) if ours else contextlib.nullcontext():
             return usual(self, value)
 
@@ -53,7 +53,7 @@ def teach_dynamo(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
     _run_what_dynamo_fails_on()
     if TORCH < (2, 13):  # AOTAutograd drops the errors of torch.linalg in training; fixed in 2.13
         fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
-    for code in NEVER_FRAMES:
+    for code in INLINE_ONLY:
         torch._dynamo.eval_frame.skip_code(code)
 
 
@@ -75,14 +75,14 @@ def _break_at_mapped_autograd_functions() -> None:
 
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         mapped = any(level.key() == TransformType.Vmap for level in retrieve_all_functorch_interpreters())
-        if mapped and torch.is_grad_enabled() and is_ours(tx.output.compiler_fn):
+        if mapped and torch.is_grad_enabled() and is_dynaflow_backend(tx.output.compiler_fn):
             _break_graph(tx, "an autograd.Function runs under vmap")
         return usual(self, tx, args, kwargs)
 
     attribute = AutogradFunctionContextVariable.var_getattr
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        if name == "set_materialize_grads" and is_ours(tx.output.compiler_fn):
+        if name == "set_materialize_grads" and is_dynaflow_backend(tx.output.compiler_fn):
             _break_graph(tx, "an autograd.Function calls set_materialize_grads")
         return attribute(self, tx, name)
 
@@ -102,14 +102,14 @@ def _keep_lengths_of_deques() -> None:
 
     def wrap_listlike(self: Any, value: Any) -> Any:
         made: Any = wrap(self, value)
-        if isinstance(value, deque) and is_ours(self.tx.output.compiler_fn):
+        if isinstance(value, deque) and is_dynaflow_backend(self.tx.output.compiler_fn):
             install_guard(AttrSource(self.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
             made.maxlen = ConstantVariable.create(value.maxlen)
         return made
 
     def call_method(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         limited = self.source is not None and self.maxlen.as_python_constant() is not None
-        if limited and name in _CHANGES_OF_DEQUES and is_ours(tx.output.compiler_fn):
+        if limited and name in _CHANGES_OF_DEQUES and is_dynaflow_backend(tx.output.compiler_fn):
             _break_graph(tx, f"{name} changes a deque that has a maxlen")
         return method(self, tx, name, *args, **kwargs)
 
@@ -126,9 +126,8 @@ SHAPE_CHANGES = {"as_strided_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t
 
 def _break_where_traces_go_wrong() -> None:
     """Breaks the graph at in-place shape changes and assignments to `data`: Python code that Dynamo traces later would
-    see
-    the old shape. Also at calls that fail on fake tensors: they may work in eager mode, as a jvp of a slice does, and
-    if not, the user sees the eager error. Seen on 2.11 and 2.13."""
+    see the old shape. Also at calls that fail on fake tensors: they may work in eager mode, as a jvp of a slice does,
+    and if not, the user sees the eager error. Seen on 2.11 and 2.13."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._dynamo.variables import builder, builtin, tensor
     from torch._dynamo.variables.tensor import TensorVariable
@@ -137,7 +136,7 @@ def _break_where_traces_go_wrong() -> None:
     method, function = TensorVariable.call_method, TorchInGraphFunctionVariable.call_function
 
     def check(tx: Any, name: str) -> None:
-        if name in SHAPE_CHANGES and is_ours(tx.output.compiler_fn):
+        if name in SHAPE_CHANGES and is_dynaflow_backend(tx.output.compiler_fn):
             _break_graph(tx, f"{name} changes a tensor's shape in place")
 
     def call_method(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -151,10 +150,10 @@ def _break_where_traces_go_wrong() -> None:
     fake_value = builder.get_fake_value
 
     def get_fake_value(node: fx.Node, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if tx.one_graph or tx.error_on_graph_break or not is_ours(tx.output.compiler_fn):
+        if tx.one_graph or tx.error_on_graph_break or not is_dynaflow_backend(tx.output.compiler_fn):
             return fake_value(node, tx, *args, **kwargs)
         try:
-            with without_logs_of_fakes():
+            with silence_fake_errors():
                 return fake_value(node, tx, *args, **kwargs)
         except Exception as e:
             if isinstance(e, TorchDynamoException) and not isinstance(e, TorchRuntimeError):
@@ -191,7 +190,7 @@ def _run_what_dynamo_fails_on() -> None:
         try:
             return convert(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
         except failures as e:
-            if not is_ours(self._torchdynamo_orig_backend):
+            if not is_dynaflow_backend(self._torchdynamo_orig_backend):
                 raise
             code = f"the code at {frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"
             why = fall_back(e, code, "torch.compile's tracer")
@@ -229,7 +228,7 @@ def _mask(*args: Any, check_other: bool = True, **kwargs: Any) -> Any:
 def _traces_for_us() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    return is_ours(InstructionTranslator.current_tx().output.compiler_fn)
+    return is_dynaflow_backend(InstructionTranslator.current_tx().output.compiler_fn)
 
 
 _MASKS: dict[Any, Callable[..., Any]] = {

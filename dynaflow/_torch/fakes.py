@@ -14,18 +14,17 @@ import torch
 @contextlib.contextmanager
 def concrete_fake_mode() -> Iterator[Any]:
     """A mode for fake tensors with concrete sizes, which give the shapes, strides and aliasing of a run. Seen on 2.11
-    and
-    2.13."""
+    and 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with without_logs_of_fakes(), mode:  # errors at these sizes don't concern the user
+    with silence_fake_errors(), mode:  # errors at these sizes don't concern the user
         yield mode
 
 
 @contextlib.contextmanager
-def without_logs_of_fakes() -> Iterator[None]:
+def silence_fake_errors() -> Iterator[None]:
     """Silences the errors that torch logs when a call fails on fake tensors, in this thread only."""
     log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
     quiet = lambda record: record.thread != thread  # noqa: E731
@@ -54,7 +53,7 @@ def is_plain_fake(value: Any) -> bool:
     )
 
 
-def fake_again(
+def make_fake(
     mode: Any,
     size: Sequence[int],
     stride: Sequence[int],

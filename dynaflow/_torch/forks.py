@@ -22,9 +22,8 @@ def _note_calls() -> None:
 
 def _renew_compilers() -> None:
     """In a child: drops Inductor's pool of compile threads, which exists in the parent only. If other threads were
-    inside
-    compiled functions, they may have held Dynamo's locks (one for captures, one in each graph's guards), so the locks
-    are reset and the graphs are captured again. Seen on 2.11 and 2.13."""
+    inside compiled functions, they may have held Dynamo's locks (one for captures, one in each graph's guards), so the
+    locks are reset and the graphs are captured again. Seen on 2.11 and 2.13."""
     if compiler := sys.modules.get("torch._inductor.async_compile"):
         compiler.AsyncCompile.pool.cache_clear()
     if _amid_calls:

@@ -15,7 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from dynaflow._torch import nodes
-from dynaflow._torch.nodes import looked_at
+from dynaflow._torch.nodes import view_base
 from dynaflow._torch.symbols import Symbols
 from dynaflow._torch.versions import TORCH, Boxed
 from dynaflow.core import forks
@@ -93,11 +93,11 @@ def no_cpp_compiler() -> str:
     try:
         get_cpp_compiler()
     except Exception as e:  # InvalidCxxCompiler, or an OSError if CXX can't be run
-        return reason(e)
+        return compiler_message(e)
     return ""
 
 
-def is_compilers(error: BaseException) -> bool:
+def is_compiler_error(error: BaseException) -> bool:
     """Whether an error of a call comes from the compiler and not from the compiled code: a kernel failed to compile
     during the call, or a guard in the generated code failed. Seen on 2.11 and 2.13."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -116,7 +116,7 @@ def is_compilers(error: BaseException) -> bool:
 _COMPILING = ("triton.", "torch._inductor.async_compile", "torch._inductor.codecache", "torch._inductor.cpp_builder")
 
 
-def reason(error: BaseException) -> str:
+def compiler_message(error: BaseException) -> str:
     """A compiler's error message in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join([*lines[:1], *[line for line in lines[1:] if "error:" in line][:1]])
@@ -137,22 +137,22 @@ def compile_operator(
     `static`: inputs whose address never changes and is aligned: kernels skip the alignment check of those.
     `direct`: all results are tensors, so the compiled code can be called without AOTAutograd's wrapper where that is a
     no-op. This halves the overhead.
-    `failed`: returns a replacement for a backward pass that fails to compile, which happens late.
-    Seen on 2.11 and 2.13.
+    `failed`: returns a replacement for a backward pass that fails to compile, which happens late. Seen on 2.11 and
+    2.13.
     """
     import torch._functorch.config
     import torch._inductor.config
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    _set_triton_cache_dir(inputs)
+    set_triton_cache_dir(inputs)
     context = TracingContext(symbols.mode)
     made = []
 
     def inner(graph: Any, given: Sequence[Any], **options: Any) -> Any:
         if len(given) == len(inputs):  # else some were dropped, or merged
             options["static_input_idxs"] = sorted({*options.get("static_input_idxs", ()), *static})
-        shaped = TORCH >= (2, 13) or keep_sums_in_shape(graph)
+        shaped = TORCH >= (2, 13) or fix_reduced_shapes(graph)
         with torch._inductor.config.patch({} if shaped else {"triton.mix_order_reduction": False}):
             try:
                 made.append((compile_fx_inner(graph, given, **options), len(given)))
@@ -165,8 +165,8 @@ def compile_operator(
     # A hit in AOTAutograd's cache returns the wrapper only. Inductor's own cache stays on.
     cache = torch._functorch.config.enable_autograd_cache and not direct
     caching = torch._functorch.config.patch(enable_autograd_cache=cache)
-    apart = torch._inductor.config.patch(results_kept_apart())
-    with tracing(context), caching, apart, _assume_host_inputs_aligned(inputs):
+    apart = torch._inductor.config.patch(preserve_aliasing())
+    with tracing(context), caching, apart, assume_host_inputs_aligned(inputs):
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)
@@ -187,11 +187,10 @@ def compile_operator(
     return call_and_bump_versions
 
 
-def results_kept_apart() -> dict[str, Any]:
+def preserve_aliasing() -> dict[str, Any]:
     """Settings that preserve the aliasing of a graph's results as traced: Inductor returns `x` for `x * torch.ones(4)`,
-    and
-    lets `as_strided` view an input in place of a copy of it. Two passes, before and after Inductor's rewrites, insert
-    the missing copies. Seen on 2.11 and 2.13."""
+    and lets `as_strided` view an input in place of a copy of it. Two passes, before and after Inductor's rewrites,
+    insert the missing copies. Seen on 2.11 and 2.13."""
     import torch._inductor.config as config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -218,11 +217,11 @@ def results_kept_apart() -> dict[str, Any]:
         (output,) = graph.find_nodes(op="output")
         if isinstance(output.args[0], fx.Node):  # a subgraph
             return
-        output.meta[key] = [looked_at(node) for node in output.args[0]]
+        output.meta[key] = [view_base(node) for node in output.args[0]]
         for node in graph.find_nodes(op="call_function", target=write):
-            node.meta[key] = looked_at(node.args[1])
+            node.meta[key] = view_base(node.args[1])
         for node in graph.find_nodes(op="call_function", target=stride):
-            node.meta[key] = looked_at(node.args[0])
+            node.meta[key] = view_base(node.args[0])
 
     def copy(graph: fx.Graph) -> None:
         (output,) = graph.find_nodes(op="output")
@@ -241,7 +240,7 @@ def results_kept_apart() -> dict[str, Any]:
             return copies[own]
 
         for node in graph.find_nodes(op="call_function", target=stride):
-            base = looked_at(node.args[0])
+            base = view_base(node.args[0])
             own = node.meta.pop(key, base)
             if own is not base and base.op == "placeholder":  # whose storage offset is unknown
                 node.args = (copy_of(own, base), *node.args[1:])
@@ -250,14 +249,14 @@ def results_kept_apart() -> dict[str, Any]:
         for i, node in enumerate(results[: len(before) - gradients]):
             if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
-            base = looked_at(node)
+            base = view_base(node)
             own = base if base.op == "placeholder" else known.setdefault(base, before[i])
             if own is not before[i]:
                 with graph.inserting_before(output):
                     results[i] = _same_view(graph, node, base, copy_of(before[i], base))
         output.args = (type(output.args[0])(results),)
         for node in graph.find_nodes(op="call_function", target=write):
-            base = looked_at(node.args[1])
+            base = view_base(node.args[1])
             if node.meta.pop(key, base) is not base and base.op == "placeholder":  # the base may be written before
                 with graph.inserting_after(node.args[1]):
                     made = copied(graph, node.args[1], torch.ops.dynaflow.copy.default)
@@ -287,7 +286,7 @@ def _same_view(graph: fx.Graph, node: fx.Node, base: fx.Node, instead: fx.Node) 
     return graph.node_copy(node, lambda n: of if n is node.args[0] else n)
 
 
-def _set_triton_cache_dir(inputs: Sequence[Any]) -> None:
+def set_triton_cache_dir(inputs: Sequence[Any]) -> None:
     """Sets Triton's cache folder, which all kernels of the process share, as Inductor does.
 
     Inductor (2.11, 2.13) sets it with its first kernel, but not if it finds all kernels in its own cache. Then other
@@ -300,7 +299,7 @@ def _set_triton_cache_dir(inputs: Sequence[Any]) -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(devices[0].index or 0))
 
 
-def _assume_host_inputs_aligned(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+def assume_host_inputs_aligned(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Has Inductor take tensors on the host for aligned.
 
     Inductor (2.11, 2.13) takes them, and all that is computed from them, for unaligned, so that kernels on the device
@@ -321,11 +320,10 @@ def inductor_settings(settings: Mapping[str, Any]) -> contextlib.AbstractContext
     return torch._inductor.config.patch(dict(settings))
 
 
-def keep_sums_in_shape(gm: fx.GraphModule) -> bool:
+def fix_reduced_shapes(gm: fx.GraphModule) -> bool:
     """Works around a bug before 2.13: with mix_order_reduction Inductor returns sums of several dims as
-    one-dimensional. Views
-    of sums are right, so `keepdim` becomes an unsqueeze after the sum. Returns False if that does not cover all
-    sums."""
+    one-dimensional. Views of sums are right, so `keepdim` becomes an unsqueeze after the sum. Returns False if that
+    does not cover all sums."""
     aten = torch.ops.aten
     sums = (aten.sum.dim_IntList, aten.prod.dim_int, aten.amax.default, aten.amin.default)
     (output,) = gm.graph.find_nodes(op="output")
@@ -336,13 +334,13 @@ def keep_sums_in_shape(gm: fx.GraphModule) -> bool:
             summed = [node.args[1]] if isinstance(node.args[1], int) else node.args[1]
             dims = sorted(d % value.dim() for d in summed or range(value.dim()))
             node.args, node.meta["val"] = (*node.args[:2], False, *node.args[3:]), value.squeeze(dims)
-            kept, users = node, tuple(node.users)
+            last, users = node, tuple(node.users)
             for d in dims:
-                with gm.graph.inserting_after(kept):
-                    inner, kept = kept, gm.graph.call_function(aten.unsqueeze.default, (kept, d))
-                kept.meta = {**node.meta, "val": inner.meta["val"].unsqueeze(d)}
+                with gm.graph.inserting_after(last):
+                    inner, last = last, gm.graph.call_function(aten.unsqueeze.default, (last, d))
+                last.meta = {**node.meta, "val": inner.meta["val"].unsqueeze(d)}
             for user in users:
-                user.replace_input_with(node, kept)
+                user.replace_input_with(node, last)
     if results:
         gm.recompile()
     ends = [node.args[0] if node.target is aten.expand.default else node for node in output.all_input_nodes]

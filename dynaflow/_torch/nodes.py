@@ -58,7 +58,7 @@ def is_view(schema: Any) -> bool:
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
-def looked_through(node: fx.Node) -> Iterator[fx.Node]:
+def view_chain(node: fx.Node) -> Iterator[fx.Node]:
     """A node of a traced graph, and its chain of view bases."""
     while True:
         yield node
@@ -68,9 +68,9 @@ def looked_through(node: fx.Node) -> Iterator[fx.Node]:
         node = called.args[0]
 
 
-def looked_at(node: Any) -> Any:
+def view_base(node: Any) -> Any:
     """The last base of a view; the node itself, if it is not a view."""
-    return [*looked_through(node)][-1] if isinstance(node, fx.Node) else node
+    return [*view_chain(node)][-1] if isinstance(node, fx.Node) else node
 
 
 def boxed_forward(gm: fx.GraphModule, direct: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType({})) -> Boxed:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from dynaflow._torch.inductor import compile_operator, reason
+from dynaflow._torch.inductor import compile_operator, compiler_message
 from dynaflow._torch.nodes import boxed_forward
 from dynaflow._torch.symbols import Symbols
 from dynaflow._torch.versions import Boxed
@@ -17,7 +17,7 @@ from dynaflow.core.fx_graphs import copy_graph
 from dynaflow.errors import DynaFlowError
 
 
-def draw_by_seed(gm: fx.GraphModule) -> None:
+def draw_from_seeds(gm: fx.GraphModule) -> None:
     """Makes a pass lowered for Inductor runnable uncompiled: torch's eager fallbacks for Inductor's random numbers
     ignore seeds, and the backward pass has to draw the same numbers as the forward pass. Seen on 2.11 and 2.13."""
     from torch._inductor import inductor_prims
@@ -29,11 +29,10 @@ def draw_by_seed(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def with_own_draws(gm: fx.GraphModule) -> fx.GraphModule:
+def with_compiled_draws(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph, runnable uncompiled: its seeds draw the same numbers as those of another, compiled pass. Seen on 2.11
-    and
-    2.13."""
-    if not draws_again(gm):
+    and 2.13."""
+    if not draws_from_seeds(gm):
         return gm
     from torch._inductor import inductor_prims
 
@@ -74,12 +73,12 @@ def _draw(
         )  # fmt: skip
     except Exception as e:
         raise DynaFlowError(
-            f"random numbers that another pass draws again can't be compiled: {reason(e)}",
+            f"random numbers that another pass draws again can't be compiled: {compiler_message(e)}",
             advice='use operators="eager", which compiles neither pass',
         ) from e
 
 
-def draws_again(gm: fx.GraphModule) -> bool:
+def draws_from_seeds(gm: fx.GraphModule) -> bool:
     """Whether the graph draws random numbers from seeds among its inputs, as Inductor does. Seen on 2.11 and 2.13."""
     from torch._inductor import inductor_prims
 

@@ -23,7 +23,7 @@ def number(value: Any) -> sympy.Basic | None:
     return node.shape_env.simplify(node.expr) if node.shape_env is not None else node.expr
 
 
-def hinted(value: Any) -> Any:
+def hint_of(value: Any) -> Any:
     """The hint of a symbolic number: its value in the capture, if known. Anything else as it is."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.has_hint():
         return value.node.hint

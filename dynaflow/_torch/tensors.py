@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def wrapped_tensors(tensor: Any) -> int | None:
+def count_inner_tensors(tensor: Any) -> int | None:
     """Number of tensors inside a wrapper subclass that AOTAutograd unwraps; None for other values. Seen on 2.11 and
     2.13."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -16,14 +16,14 @@ def wrapped_tensors(tensor: Any) -> int | None:
     return len(tensor.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(tensor) else None
 
 
-def held_tensors(value: Any) -> list[torch.Tensor] | None:
+def inner_tensors(value: Any) -> list[torch.Tensor] | None:
     """The plain tensors inside a wrapper subclass, such as a DTensor; None for anything else. Seen on 2.11 and 2.13."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter) or wrapped_tensors(value) is None:
+    if type(value) in (torch.Tensor, torch.nn.Parameter) or count_inner_tensors(value) is None:
         return None
     found: list[torch.Tensor] = []
     for name in value.__tensor_flatten__()[0]:
         inner = getattr(value, name)
-        found.extend([inner] if (held := held_tensors(inner)) is None else held)
+        found.extend([inner] if (held := inner_tensors(inner)) is None else held)
     return found
 
 
@@ -64,7 +64,7 @@ def view_at(like: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> t
     return torch._neg_view(made) if like.is_neg() else made
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
+def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of references to the storage: tensors, views and Python objects. Seen on 2.11 and 2.13."""
     return torch._C._storage_Use_Count(storage._cdata)
 

@@ -17,7 +17,7 @@ from dynaflow.errors import PartitionError, shown, user_line
 MARK = "dynaflow"
 
 
-@_torch.never_a_frame  # not by itself after a graph break: the result is valid inside a trace only
+@_torch.inline_only  # not by itself after a graph break: the result is valid inside a trace only
 def mark(name: str, *, tag: str | tuple[str, ...] = (), splittable: bool | None = None) -> Any:
     """Marks a region of model code as one operator: `with mark("router"):`, or `@mark("router")` on a function.
 

@@ -1,6 +1,6 @@
-"""A captured graph: what Dynamo handed over, with the names, sizes and batch of its inputs read off.
+"""A captured graph, with the names, sizes and batch dims of its inputs.
 
-Dynamo takes some of that back once its compile ends, so all of it is read here, at once.
+Dynamo frees some of this data when its compilation ends, so all of it is read at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.collectives import make_contiguous
-from dynaflow.capture.dtensor_inputs import use_shards
+from dynaflow.capture.dtensor_inputs import use_local_shards
 from dynaflow.capture.higher_order import drop_unused_numbers
 from dynaflow.capture.host_scalars import HostScalars
 from dynaflow.capture.node_info import unwrapped
@@ -30,12 +30,12 @@ BatchDims = Mapping[str, int | None]
 Phase = Literal["inference", "forward", "backward"]
 DynamicDims = Mapping[str, Sequence[int]]
 KIND = "dynaflow_kind"
-"""Where a node's `meta`, and that of its copies, says what a compiler has to know of it: a Shape or an expression."""
+"""Key in the `meta` of a node, and of its copies, for its Shape, or the expression of a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Size and layout of a tensor, in the graph's symbols."""
+    """Size, strides, dtype and device of a tensor, in the graph's symbols."""
 
     size: tuple[sympy.Expr, ...]
     stride: tuple[sympy.Expr, ...]
@@ -53,10 +53,15 @@ class Shape:
             requires_grad=tensor.requires_grad,
         )
 
+    def empty(self, values: Mapping[sympy.Symbol, int]) -> torch.Tensor:
+        """A tensor of this layout, for these values of the symbols."""
+        size, stride = ([concrete(e, values) for e in exprs] for exprs in (self.size, self.stride))
+        return torch.empty_strided(size, stride, dtype=self.dtype, device=self.device)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpaqueValue:
-    """An object that goes through a graph, such as a device mesh. Dynamo sees to it that it stays the same."""
+    """An input that is neither a tensor nor a number, such as a device mesh. Dynamo guards that it stays the same."""
 
     value: Any
 
@@ -67,32 +72,37 @@ class Input:
 
     node: fx.Node
     name: str
-    """As the user knows it: `input_ids`, `past_key_values.layers.0.keys`, or a parameter's path."""
+    """The name for the user: `input_ids`, `past_key_values.layers.0.keys`, or a parameter's path."""
     owned: bool
     """A module's own parameter or buffer: never split."""
     shape: Shape | None
     """None for a number."""
     symbol: sympy.Expr | None
-    """What a number stands for."""
+    """The expression of a number."""
     batch_dim: int | None = None
-    """Where the user says that it carries the batch."""
+    """The batch dim, declared or found."""
     static_address: bool = False
-    """It stays where it is in memory, at an even address: a module's own, or marked so."""
+    """Its address is aligned and never changes: a module's own tensor, or marked static."""
     pinned: bool = False
-    """In host memory that the copy engine can reach."""
+    """In pinned host memory."""
     opaque: OpaqueValue | None = None
-    """What it is, if neither a tensor nor a number."""
+    """Its value, if it is neither a tensor nor a number."""
     alias_set: int | None = None
-    """Inputs with the same number share memory, row by row."""
+    """Inputs with equal numbers share memory, row by row."""
 
     @property
     def kind(self) -> Shape | sympy.Expr | OpaqueValue | None:
-        """What a compiler has to know of it."""
+        """What a compiler needs to know of it."""
         return self.shape or self.symbol or self.opaque
 
 
 class CapturedGraph:
-    """The graph of one capture, uncut, and what is known of its inputs."""
+    """The graph of one capture, and what is known of its inputs.
+
+    *Contract.* The constructor consumes a fresh graph, and changes it in place: collectives get contiguous inputs,
+    unused numbers, results made of numbers, and local shards are taken out. After that the graph does not change.
+    Raises SplitError if `declared` names an input that the graph does not have.
+    """
 
     def __init__(
         self,
@@ -107,25 +117,25 @@ class CapturedGraph:
         merged_calls: bool = False,
         forward: CapturedGraph | None = None,
     ) -> None:
-        """`phase`: "forward" or "backward" if it is one of the passes of training, without what autograd does.
-        `batch_symbols`: what may stand for the batch, where inputs don't tell.
+        """`declared`: batch dims by input name; None if they are not needed.
+        `phase`: "forward" or "backward" for a pass of training.
+        `batch_symbols`: symbols that may be the batch, if the inputs don't show them.
         `saved`: results of a forward pass that only its backward pass gets.
-        `forward`: of a backward pass, the forward pass that saved some of its inputs.
-        `merged_calls`: equal calls were made one."""
+        `forward`: for a backward pass, its forward pass.
+        `merged_calls`: equal calls were merged."""
         self.gm, self.phase, self.saved, self.forward = gm, phase, saved, forward
         self.merged_calls = merged_calls
-        """Equal calls became one, whatever regions they were in: what is declared of one may not be true of what is
-        left of it."""
+        """Equal calls were merged across regions, so a declaration about a region may not hold for its calls."""
         self.merged: dict[Any, dict[str, tuple[Any, ...]]] = {}
-        """For each choice of the batch's symbols: where results carry the rows behind another dim, by their names."""
-        self.partial = _torch.is_part(gm) if partial is None else partial
+        """Batch axes -> name -> dims, of values with the rows merged with another dim. Set by the probe."""
+        self.partial = _torch.is_partial_graph(gm) if partial is None else partial
         self.grad = torch.is_grad_enabled() and phase == "inference"
         make_contiguous(gm)
         drop_unused_numbers(gm)
         self.host_scalars = HostScalars(gm)
-        """Those that the graph makes of numbers alone."""
-        self.shards = use_shards(gm)
-        """Inputs that are DTensors, of which the graph takes what this rank holds."""
+        """Results computed from numbers only."""
+        self.shards = use_local_shards(gm)
+        """Positions of DTensor inputs, for which the graph takes the local shard."""
         tensors = example_tensors(gm, parameters)
         self.declared = batch_dims_of(tensors, declared, self.partial, parameters) if declared is not None else {}
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -145,7 +155,7 @@ class CapturedGraph:
         self.batch_symbols = tuple(self._batch_symbols()) if batch_symbols is None else batch_symbols
 
     def _batch_symbols(self) -> Iterator[sympy.Symbol]:
-        """What may stand for the batch, as often as inputs have it."""
+        """Symbols that may be the batch, once for each input that has them."""
         for given in self.inputs:
             if given.shape is None or given.owned or not given.shape.size:
                 continue
@@ -155,7 +165,7 @@ class CapturedGraph:
                 yield from symbols
 
     def with_aliased_inputs(self, pairs: Sequence[tuple[int, int]]) -> CapturedGraph:
-        """The same graph for calls in which the inputs at these positions share memory, row by row."""
+        """The same graph, for calls in which inputs at these positions share memory row by row."""
         memory = list(range(len(self.inputs)))
         for one, other in pairs:
             memory = [memory[one] if m == memory[other] else m for m in memory]
@@ -168,7 +178,7 @@ class CapturedGraph:
 
     @property
     def unused_numbers(self) -> frozenset[int]:
-        """Positions of the inputs that are numbers on which nothing depends that the graph computes."""
+        """Positions of number inputs that nothing in the graph depends on."""
         sizes = {s for shape in self.shapes.values() for e in (*shape.size, *shape.stride) for s in e.free_symbols}
         return frozenset(
             n for n, i in enumerate(self.inputs)
@@ -179,7 +189,7 @@ class CapturedGraph:
         if isinstance(size, torch.SymInt):
             expr = _torch.expression(size)
             if expr.is_Symbol and size.node.has_hint():
-                self.hints[expr] = _torch.hinted(size)
+                self.hints[expr] = _torch.hint_of(size)
 
     @cached_property
     def device(self) -> torch.device:
@@ -187,12 +197,12 @@ class CapturedGraph:
         return next((s.device for s in shapes if s.device.type != "cpu"), torch.device("cpu"))
 
     def symbol_values(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
-        """What every symbol stands for in this call."""
+        """The value of each symbol in a call."""
         return {s: int(args[i] if dim is None else args[i].size(dim)) for s, (i, dim) in self._symbol_places.items()}
 
     @cached_property
     def _symbol_places(self) -> dict[sympy.Symbol, tuple[int, int | None]]:
-        """Which input tells what a symbol stands for: a number does, or else a tensor by its size on a dim."""
+        """Where to read each symbol: (position, None) of a number input, or (position, dim) of a tensor."""
         places: dict[sympy.Symbol, tuple[int, int | None]] = {}
         for i, given in enumerate(self.inputs):
             if given.symbol is not None and given.symbol.is_Symbol:
@@ -204,9 +214,9 @@ class CapturedGraph:
         return places
 
     def batch_axes(self, values: Mapping[sympy.Symbol, int], requests: int) -> tuple[frozenset[sympy.Symbol], ...]:
-        """The symbols that stand for the rows of the batch, and those for the requests of a ragged one.
+        """The symbols of the batch's rows, and those of the requests of a ragged batch.
 
-        An input's batch may have a symbol of its own: those that have the same value now are taken as one.
+        Inputs may have different symbols for the batch: those of equal value are one axis.
         """
         found = [s for s in self.batch_symbols if s in values]
         if not found:
@@ -225,11 +235,10 @@ def batch_dims_of(
     partial: bool,
     parameters: Sequence[str],
 ) -> dict[str, int]:
-    """Which inputs carry the batch, and on which dim: as declared, or dim 0 of those that share their size.
+    """Batch dims by input name: as declared, or dim 0 of the inputs with the most frequent size.
 
-    `tensors` maps an input's name to the tensor and whether a module owns it. `partial`: the graph is a part of
-    the model, which need not have all the inputs that were declared. `parameters` are the model's own: one that
-    the graph does not use is no mistake.
+    `tensors` maps a name to the tensor and whether a module owns it. `partial`: the graph is a part of the model, which
+    may lack declared inputs. `parameters`: names of the model's parameters, which the graph need not use.
     """
     if declared is not None:
         found: dict[str, int] = {}
@@ -256,12 +265,12 @@ def batch_dims_of(
     if not free:
         return {}
     sizes = Counter(t.size(0) for t in free.values())
-    batch = max(sizes, key=lambda size: sizes[size])  # the first of those named most often
+    batch = max(sizes, key=lambda size: sizes[size])  # the most frequent; of several, the first
     return {n: 0 for n, t in free.items() if t.size(0) == batch}
 
 
 def example_tensors(gm: fx.GraphModule, parameters: Sequence[str]) -> dict[str, tuple[torch.Tensor, bool]]:
-    """The real tensors behind a fresh capture's placeholders."""
+    """The real tensors of a fresh capture's placeholders, by name, with whether a module owns them."""
     found = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         source, owned, example = _torch.graph_input(node)
@@ -278,7 +287,7 @@ def dims_to_mark(
     parameters: Sequence[str],
     dynamic: DynamicDims,
 ) -> dict[str, set[int]]:
-    """What may vary from call to call: the batch; in a ragged one that nobody declared, the requests; and `dynamic`."""
+    """Dims that may vary from call to call: the batch; the requests of an undeclared ragged batch; and `dynamic`."""
     dims = {n: {dim} for n, dim in batch_dims_of(tensors, declared, partial, parameters).items()}
     for n, (t, owned) in tensors.items():
         if owned:
@@ -294,13 +303,13 @@ def dims_to_mark(
 def make_batch_dynamic(
     gm: fx.GraphModule, declared: BatchDims | None, requests: int, parameters: Sequence[str], dynamic: DynamicDims
 ) -> list[Callable[[], None]]:
-    """Marks the dims that vary and that the capture took as constants. Returns the marks' undo functions.
+    """Marks dims that vary and that the capture specialized. Returns functions that remove the marks.
 
-    `requests` is the number of requests of a ragged batch, or 0: inputs of that length are marked too.
+    `requests` is the number of requests of a ragged batch, or 0. Inputs of that length are marked too.
     """
     tensors = example_tensors(gm, parameters)
     undo = []
-    dims = dims_to_mark(tensors, declared, requests, _torch.is_part(gm), parameters, dynamic)
+    dims = dims_to_mark(tensors, declared, requests, _torch.is_partial_graph(gm), parameters, dynamic)
     static = {
         input_name(_torch.graph_input(node)[0], parameters): node.meta["example_value"]
         for node in gm.graph.find_nodes(op="placeholder")
@@ -311,15 +320,19 @@ def make_batch_dynamic(
     return undo
 
 
+def concrete(expr: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> int:
+    return int(expr.xreplace({s: sympy.Integer(values[s]) for s in expr.free_symbols if s in values}))
+
+
 def per_row(size: sympy.Expr, batch: frozenset[sympy.Symbol]) -> sympy.Expr | None:
-    """How much of a dim belongs to one row of the batch that these symbols stand for; None if it is no multiple."""
+    """Size of a dim per row of the batch, which these symbols are; None if it is not a multiple of the batch."""
     rows = next(iter(batch))
     each = sympy.expand(size.xreplace(dict.fromkeys(batch, rows)) / rows)
     return None if rows in each.free_symbols else each
 
 
 def input_name(source: str, parameters: Sequence[str] = ()) -> str:
-    """Dynamo's source text as the user would say it: L['kwargs']['cache'].layers[0].keys -> cache.layers.0.keys"""
+    """Dynamo's source text as a name for the user: L['kwargs']['cache'].layers[0].keys -> cache.layers.0.keys"""
     text = unwrapped(source).replace("._modules", "").replace("._parameters", "").replace("._buffers", "")
     text = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", text)
     text = re.sub(r"^[LG]\.", "", text)
@@ -330,7 +343,7 @@ def input_name(source: str, parameters: Sequence[str] = ()) -> str:
 
 
 ALIGNMENT = 16
-"""Bytes; compiled kernels read so many at once."""
+"""Alignment, in bytes, that compiled kernels rely on."""
 
 
 def _has_static_address(tensor: Any, owned: bool) -> bool:

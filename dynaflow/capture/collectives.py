@@ -1,9 +1,8 @@
 """Collectives in a graph: torch's functional ones, and declared ones.
 
 Compiled graphs contain torch.distributed's calls as `_c10d_functional` operators, with a `wait_tensor` on the result.
-Nothing
-may read the result before the wait, so a collective and its wait belong to one operator. Collectives of other libraries
-are declared (`op_registry.collective`), and need no wait.
+Nothing may read the result before the wait, so a collective and its wait belong to one operator. Collectives of other
+libraries are declared (`op_registry.collective`), and need no wait.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def is_collective(target: Any) -> bool:
     return _called(target) is not None or collective_of(target) is not None
 
 
-def waited(node: fx.Node) -> fx.Node | None:
+def awaited_collective(node: fx.Node) -> fx.Node | None:
     """The collective whose result a node waits for."""
     if name_of(node) != WAIT:
         return None

@@ -1,9 +1,8 @@
 """DTensor inputs replaced by their local shards.
 
 *Contract.* Consumes a fresh graph. Each DTensor placeholder that is used only through `to_local()` becomes a plain
-tensor, in
-place, so that no later pass handles DTensors. Returns the positions of these inputs, for which the runner passes the
-local shards. Other DTensors stay.
+tensor, in place, so that no later pass handles DTensors. Returns the positions of these inputs, for which the runner
+passes the local shards. Other DTensors stay.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import fx
 from dynaflow import _torch
 
 
-def use_shards(gm: fx.GraphModule) -> tuple[int, ...]:
+def use_local_shards(gm: fx.GraphModule) -> tuple[int, ...]:
     """Replaces these placeholders. Returns their positions."""
     positions = []
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):

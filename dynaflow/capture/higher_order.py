@@ -1,11 +1,9 @@
 """Higher-order operators: calls that take subgraphs.
 
 *Contract.* Both passes change the graph in place, before the analysis, and keep its results. `inline_subgraphs`
-replaces calls
-that only call their subgraph (checkpointing in inference, a region that is compiled once) by its body; calls whose
-results
-are not unpacked stay. `drop_unused_numbers` removes unused size arguments of flex_attention's functions, which would
-otherwise tie the call to the batch size.
+replaces calls that only call their subgraph (checkpointing in inference, a region that is compiled once) by its body;
+calls whose results are not unpacked stay. `drop_unused_numbers` removes unused size arguments of flex_attention's
+functions, which would otherwise tie the call to the batch size.
 """
 
 from __future__ import annotations

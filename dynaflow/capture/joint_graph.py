@@ -2,14 +2,13 @@
 
 AOTAutograd traces forward and backward together, decomposes them for Inductor, and decides what forward saves and what
 backward recomputes. Each graph then has its own operators, plans and lanes. Backward nodes know the modules of the
-forward
-nodes that they belong to, so operators have the same names in both. A model without gradients goes the same way if its
-nodes can't be analyzed one by one: it has a forward graph only.
+forward nodes that they belong to, so operators have the same names in both. A model without gradients goes the same way
+if its nodes can't be analyzed one by one: it has a forward graph only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -18,7 +17,13 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, Phase, input_name
-from dynaflow.capture.gradient_paths import results_of_inputs, sources_of_gradients
+from dynaflow.capture.gradient_paths import (
+    has_several_gradients,
+    results_of_inputs,
+    sources_of_gradients,
+    sources_of_nodes,
+    without_unused,
+)
 from dynaflow.capture.node_info import ORIGIN
 from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.capture.optimizer_steps import StepInserter, base
@@ -34,14 +39,16 @@ from dynaflow.capture.saved_offload import SavedOffload, saved_only
 from dynaflow.core.fx_graphs import copy_module, results_of
 from dynaflow.errors import DynaFlowError
 
+Make = Callable[[fx.GraphModule, bool], _torch.Boxed]
+"""Returns what runs a graph; the flag: whether it is the backward graph."""
+
 
 class JointGraph:
     """The forward and the backward graph of one captured model.
 
     *Contract.* Created from Dynamo's graph, which it only reads. `read` takes a copy of AOTAutograd's forward graph,
-    then of
-    its backward graph, while AOTAutograd compiles them, and returns a CapturedGraph. `call` wraps what runs a graph.
-    Raises TraceMismatch if AOTAutograd's graph would not do what the model does.
+    then of its backward graph, while AOTAutograd compiles them, and returns a CapturedGraph. `call` wraps what runs a
+    graph. Raises TraceMismatch if AOTAutograd's graph would not do what the model does.
 
     1. names:     each node gets Dynamo's example, modules and origin.
     2. aliasing:  (forward) results share memory as in eager mode.
@@ -64,7 +71,7 @@ class JointGraph:
         self._training, self._merged_calls = training, merged_calls
         self._parameters, self._declared = parameters, declared
         self._offload = SavedOffload(offload_saved, offload_most) if training and offload_saved is not None else None
-        self._partial = _torch.is_part(gm)
+        self._partial = _torch.is_partial_graph(gm)
         self._inputs = [fx.Graph().node_copy(node) for node in gm.graph.find_nodes(op="placeholder")]
         """Of Dynamo's graph, which is freed."""
         self._calls = {sources[-1][0]: n.target for n in gm.graph.nodes if (sources := n.meta.get("source_fn_stack"))}
@@ -78,13 +85,13 @@ class JointGraph:
         """Positions of forward results whose gradients the backward graph takes."""
         self._own_results: list[int] = []
         """Their positions among the results of Dynamo's graph; less than 0 for an input that is written."""
-        self._sources: list[frozenset[int]] = []
-        """For each gradient that the backward graph returns: see `sources_of_gradients`."""
+        self._several = any(map(has_several_gradients, gm.graph.nodes))
+        """Whether a user's own function gets zeros for the gradients of unused results."""
         self._steps = self._step_inserter(optimizer) if optimizer is not None and training else None
 
     def _step_inserter(self, optimizer: OptimizerInBackward) -> StepInserter:
         real = [_torch.graph_input(node)[2] for node in self._inputs]
-        if any(_torch.wrapped_tensors(tensor) not in (None, 1) for tensor in real):
+        if any(_torch.count_inner_tensors(tensor) not in (None, 1) for tensor in real):
             raise DynaFlowError(
                 "optimizer=: a weight consists of several tensors",
                 advice="compile without optimizer=, and call the optimizer's step() yourself",
@@ -102,16 +109,14 @@ class JointGraph:
             if backward and node.op == "call_function" and not node.meta.get("nn_module_stack"):
                 node.meta["nn_module_stack"] = _common_modules(node)
         # 2. aliasing
-        if backward:
-            self._sources = sources_of_gradients(gm, self._with_gradients, self._own_results, self._reached)
-        else:
+        if not backward:
             self._match_aliasing(gm)
         # 3. offload
         if self._offload is not None:
             self._offload.fetch(gm) if backward else self._offload.store(gm)
         # 4. optimizer
         if self._steps is not None:
-            self._steps.add_to_backward(gm) if backward else self._steps.look_at_forward(gm)
+            self._steps.add_to_backward(gm) if backward else self._steps.read_forward(gm)
         graph = self._captured(gm, backward)
         for given in graph.inputs:
             given.node.meta.pop(_torch.GRAPH_INPUT, None)  # it would keep the tensor alive
@@ -146,26 +151,33 @@ class JointGraph:
 
     def may_leave_some_unused(self) -> bool:
         """Whether a loss may depend on some results only."""
-        return self._steps is None and len(self._with_gradients) > 1
+        return len(self._with_gradients) > 1
 
-    def call(self, run: _torch.Boxed, backward: bool) -> _torch.Boxed:
-        """What AOTAutograd calls to run a graph."""
-        if backward:
-            if self._steps is not None:
-                return self._steps.call(run)
-            return self._unless_unused(run) if self.may_leave_some_unused() else run
-        return without_bases(run, self._fresh) if self._fresh else run
+    def call(self, gm: fx.GraphModule, backward: bool, make: Make) -> _torch.Boxed:
+        """What AOTAutograd calls to run a graph. `make` returns what runs it as it is."""
+        if not backward:
+            run = make(gm, False)
+            return without_bases(run, self._fresh) if self._fresh else run
 
-    def _unless_unused(self, run: _torch.Boxed) -> _torch.Boxed:
-        """Returns None for gradients that come from unused results only, as eager mode does."""
-        sources = self._sources
+        def made(graph: fx.GraphModule) -> _torch.Boxed:
+            run = make(graph, True)
+            return run if self._steps is None else self._steps.call(run)
+
+        return self._unless_unused(gm, made) if self.may_leave_some_unused() else made(gm)
+
+    def _unless_unused(self, gm: fx.GraphModule, make: Callable[[fx.GraphModule], _torch.Boxed]) -> _torch.Boxed:
+        """Runs the backward graph; if results are unused, one that does not compute what depends on them only."""
+        sources = sources_of_nodes(gm, self._with_gradients)
+        needed = sources_of_gradients(gm, sources, self._with_gradients, self._own_results, self._reached)
+        run = make(gm)
+        runs = {frozenset[int](): run}
 
         def call(args: list[Any]) -> Any:
             unused = _torch.unused_results()
-            results = run(args)
-            if unused:
-                results = [None if sources[i] and sources[i] <= unused else r for i, r in enumerate(results)]
-            return results
+            if unused not in runs:
+                smaller = without_unused(gm, unused, sources, needed, zeros=not self._several)
+                runs[unused] = run if smaller is None else make(smaller)
+            return runs[unused](args)
 
         return call
 

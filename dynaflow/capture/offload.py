@@ -33,9 +33,8 @@ def offload(model: Model, device: torch.device | str, match: str | Sequence[str]
     """Moves the parameters whose path matches to host memory (pinned, for CUDA), and all other tensors to `device`.
 
     `match`: a glob, or several. `at_least`: parameters of fewer bytes stay on the device, as norms and biases are not
-    worth
-    a copy. Buffers stay there too, since models write to them. All modules that share a parameter fetch it if one of
-    its paths matches.
+    worth a copy. Buffers stay there too, since models write to them. All modules that share a parameter fetch it if one
+    of its paths matches.
 
     `layer.weight` is then a copy: writes to it are lost. Write to the parameters of `named_parameters` instead.
     Gradients arrive at these, on the host. What autograd saves for the backward pass stays on the device until then.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -51,9 +52,8 @@ def by_rows(*operators: Any, follows: Sequence[str] = (), state: Sequence[str] =
 
     `state`: names of arguments that identify hidden state, which the operator reads and writes and no tensor argument
     shows, such as that of a recurrent layer. All calls on one state run for all earlier micro-batches first. But calls
-    that
-    take an argument in `follows` only read the state, and calls that make it only write: two readers, or two writers,
-    don't wait for one another.
+    that take an argument in `follows` only read the state, and calls that make it only write: two readers, or two
+    writers, don't wait for one another.
 
     `flat`: the operators accept dims of size 1 before the rows.
     """
@@ -75,7 +75,8 @@ def collective(*operators: Any, group: str, dim: str | int | None = None, named:
     dim: the dim along which ranks exchange slices, or the argument that holds it. None: the result has the shape of the
         input, element by element.
     named: maps that argument to torch's name of the group (`ProcessGroup.group_name`), if the library has names of its
-    own. """
+        own.
+    """
     if not isinstance(group, str) or not callable(named):
         raise PartitionError(
             f"collective(group={shown(group)}, named={shown(named)})",
@@ -93,7 +94,7 @@ def opaque_ops(*operators: Any, capturable: bool = False) -> None:
 
     Each is an operator (`torch.ops.mine.read_cache`) or a glob on names ("mine::*").
     capturable: they may be captured in a CUDA graph with the code around them, because the state that they read outside
-    of the graph is the same in all calls of a size.
+        of the graph is the same in all calls of a size.
     """
     names = _names("opaque_ops", operators)
     _opaque.update(names)
@@ -104,6 +105,19 @@ def opaque_ops(*operators: Any, capturable: bool = False) -> None:
 def call_directly(operator: _torch.OpOverload, function: Callable[..., Any]) -> None:
     """In uncompiled graphs, calls this function in place of the operator, which skips torch's dispatcher."""
     direct_calls[operator] = function
+
+
+@contextlib.contextmanager
+def declarations_restored() -> Iterator[None]:
+    """Undoes at the end what is declared inside: for tests."""
+    tables: tuple[Any, ...] = (_globs, _collectives, _opaque, _capturable)
+    before = [table.copy() for table in tables]
+    try:
+        yield
+    finally:
+        for table, known in zip(tables, before, strict=True):
+            table.clear()
+            table.update(known)
 
 
 def _names(who: str, operators: Sequence[Any]) -> list[str]:
@@ -162,7 +176,7 @@ def has_opaque_ops(gm: fx.GraphModule) -> bool:
     return any(is_opaque(node) for node in gm.graph.nodes)
 
 
-def followed(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def serial_calls(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each call that depends on earlier rows: the calls that must run for these first."""
     found: dict[fx.Node, list[fx.Node]] = {}
     states: dict[fx.Node, set[Any]] = {}

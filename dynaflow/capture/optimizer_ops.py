@@ -40,7 +40,7 @@ class OptimizerInBackward:
                 updates._check_step((*args[1:], *kwargs.values()))
 
         weakref.finalize(self, optimizer.register_step_pre_hook(before_step).remove)
-        weakref.finalize(self, _torch.have_scalers_step(optimizer))
+        weakref.finalize(self, _torch.support_grad_scaler(optimizer))
 
     def parameters(self) -> dict[int, nn.Parameter]:
         """The optimizer's parameters by id."""
@@ -101,20 +101,20 @@ class ParameterStep:
     """An optimizer's step for some of its parameters, with the current state and settings of the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._optimizer, self._parameters = optimizer, tuple(parameters)
+        self._optimizer, self.parameters = optimizer, tuple(parameters)
         self._part = copy.copy(optimizer)  # without its hooks
         self._step = type(optimizer).step  # learning rate schedulers wrap the instance's step
 
     def step(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """`weights`: tensors with the parameters' memory. Compiled code may not pass the parameters themselves."""
         states = self._optimizer.state
-        weight_of = dict(zip(map(id, self._parameters), weights, strict=True))
+        weight_of = dict(zip(map(id, self.parameters), weights, strict=True))
         self._part.param_groups = [
             {**group, "params": mine}
             for group in self._optimizer.param_groups
             if (mine := [weight_of[id(p)] for p in group["params"] if id(p) in weight_of])
         ]
-        pairs = tuple(zip(self._parameters, weights, strict=True))
+        pairs = tuple(zip(self.parameters, weights, strict=True))
         self._part.state = defaultdict(dict, {w: states[p] for p, w in pairs if p in states})
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = _laid_out_as(weight, gradient)

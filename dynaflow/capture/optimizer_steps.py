@@ -1,9 +1,8 @@
 """Inserts an optimizer's steps into the backward graph: one `torch.ops.dynaflow.update` per layer.
 
 *Contract.* Consumes the forward graph (read only) and then the backward graph, which it changes in place: weights
-become
-inputs, each layer gets an update after the last use of its weights, and the updated gradients become None. Raises
-DynaFlowError for graphs with breaks and for sparse gradients. The order of the other nodes does not change.
+become inputs, each layer gets an update after the last use of its weights, and the updated gradients become None.
+Raises DynaFlowError for graphs with breaks and for sparse gradients. The order of the other nodes does not change.
 
 An update writes weights, so all uses of these must be visible: saved views of weights are recomputed from the weights.
 """
@@ -44,10 +43,12 @@ class StepInserter:
         self._places: dict[str, fx.Node] = {}
         self._views: dict[str, fx.Node] = {}
         """Views of weights that the forward graph returns, by their name in both passes."""
+        self._updated = self._weights
+        """Those that the backward graph has gradients of. There are several such graphs if results may be unused."""
         self._added: list[str] = []
         """Weights that the backward graph takes in addition to the saved values."""
 
-    def look_at_forward(self, gm: fx.GraphModule) -> None:
+    def read_forward(self, gm: fx.GraphModule) -> None:
         self._places = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
         (output,) = gm.graph.find_nodes(op="output")
         for node in output.args[0]:
@@ -63,8 +64,8 @@ class StepInserter:
         (output,) = gm.graph.find_nodes(op="output")
         results = list(output.args[0])
         gradients = {f"primals_{i}": g for i, g in enumerate(results, 1) if isinstance(g, fx.Node)}
-        self._weights = {name: weight for name, weight in self._weights.items() if name in gradients}
-        if any(gradients[name].meta["val"].layout is not torch.strided for name in self._weights):
+        self._updated, self._added = {name: w for name, w in self._weights.items() if name in gradients}, []
+        if any(gradients[name].meta["val"].layout is not torch.strided for name in self._updated):
             raise DynaFlowError(
                 "optimizer=: a gradient is sparse", advice="use sparse=False, or compile without optimizer="
             )
@@ -81,7 +82,7 @@ class StepInserter:
         for layer, names in layers.items():
             own = [gradients[name] for name in names]
             before = max((end_of_inputs, *own, *(last[weights[name]] for name in names)), key=order.__getitem__)
-            number = updates.new([self._weights[name]() for name in names])
+            number = updates.new([self._updated[name]() for name in names])
             with gm.graph.inserting_after(before):
                 args = ([weights[name] for name in names], own, number)
                 update = gm.graph.call_function(torch.ops.dynaflow.update.default, args)
@@ -94,10 +95,10 @@ class StepInserter:
         places = gm.graph.find_nodes(op="placeholder")
         known = {node.name: node for node in places}
         with gm.graph.inserting_after(places[-1]):
-            for name in reversed([name for name in self._weights if name not in known]):
+            for name in reversed([name for name in self._updated if name not in known]):
                 known[name] = gm.graph.node_copy(self._places[name])
                 self._added.insert(0, name)
-        weights = {name: known[name] for name in self._weights}
+        weights = {name: known[name] for name in self._updated}
 
         def recompute(node: fx.Node) -> fx.Node:
             return weights.get(node.name) or gm.graph.node_copy(node, recompute)
@@ -111,8 +112,8 @@ class StepInserter:
 
     def call(self, run: _torch.Boxed) -> _torch.Boxed:
         """The backward pass with AOTAutograd's arguments: adds the weights."""
-        updates_of, weights = self._updates, tuple(self._weights.values())
-        added = [self._weights[name] for name in self._added]
+        updates_of, weights = self._updates, tuple(self._updated.values())
+        added = [self._updated[name] for name in self._added]
 
         def call(args: list[Any]) -> Any:
             updates = updates_of()
@@ -126,13 +127,13 @@ class StepInserter:
 
 def base(node: fx.Node) -> fx.Node:
     """The base of a view; the node itself, if it is not a view."""
-    *_, found = _torch.looked_through(node)
+    *_, found = _torch.view_chain(node)
     return found
 
 
 def _is_of_one_tensor(view: fx.Node) -> bool:
     """Whether a view depends on its base only, so that it can be recomputed from it."""
-    return all(len(n.all_input_nodes) == 1 for n in _torch.looked_through(view) if n.op != "placeholder")
+    return all(len(n.all_input_nodes) == 1 for n in _torch.view_chain(view) if n.op != "placeholder")
 
 
 def _layer(gradient: fx.Node) -> str:

@@ -1,7 +1,9 @@
 """Which results of a graph share memory, with one another or with inputs: it must be as in eager mode.
 
-AOTAutograd and Inductor get it wrong in some cases. `untraceable_views` recognizes those that need another way to run;
-`check_views` and `copy_aliases` check and repair a traced forward graph; `without_bases` repairs the results of a call.
+*Contract.* `untraceable_views` reads Dynamo's graph and recognizes cases that AOTAutograd gets wrong, for which the
+caller needs another way to run. `check_views` and `copy_aliases` take AOTAutograd's forward graph, with the eager
+`Aliasing`: the first raises TraceMismatch, the second inserts missing copies in place. `without_bases` wraps a call.
+Values don't change.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def untraceable_views(gm: fx.GraphModule) -> str | None:
             return "a result shares memory with an input that is written"
         if any(t.is_complex() or t.is_neg() for t in given):
             return "a result shares memory with an input of complex numbers, or a part of them"
-        if not all(isinstance(_torch.hinted(n), int) for t in views for n in (*t.size(), *t.stride())):
+        if not all(isinstance(_torch.hint_of(n), int) for t in views for n in (*t.size(), *t.stride())):
             return "the size of a result depends on data"
         if any(map(_has_overlapping_windows, views)):
             return "a result is made of windows that overlap"
@@ -141,7 +143,7 @@ def _viewed_without_gradients(gm: fx.GraphModule) -> set[int | None]:
 
 def _has_overlapping_windows(tensor: torch.Tensor) -> bool:
     """Whether elements share memory by strides other than 0."""
-    size, stride = ([_torch.hinted(n) for n in ns] for ns in (tensor.size(), tensor.stride()))
+    size, stride = ([_torch.hint_of(n) for n in ns] for ns in (tensor.size(), tensor.stride()))
     return overlaps_itself([n if s else 1 for n, s in zip(size, stride, strict=True)], stride)
 
 

@@ -1,4 +1,4 @@
-"""Values saved for the backward pass, kept in host memory meanwhile.
+"""Offloads values saved for the backward pass to host memory.
 
 *Contract.* Changes a forward graph, and then its backward graph, in place. Large saved values that the caller does not
 get are stored to the host where they are made (`dynaflow.store`) and fetched at their first use in the backward graph
@@ -104,7 +104,7 @@ def _dense_bytes(value: Any) -> int:
     """Bytes of a dense floating-point tensor; 0 for other values, which stay on the device."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return 0
-    sizes, strides = ([_torch.hinted(n) for n in ns] for ns in (value.size(), value.stride()))
+    sizes, strides = ([_torch.hint_of(n) for n in ns] for ns in (value.size(), value.stride()))
     complete = 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size != 1 and stride != complete:

@@ -1,9 +1,8 @@
 """A captured graph as bytes, for another process.
 
 *Contract.* `dumps` consumes a graph of calls and placeholders (no attributes or submodules, else ValueError), and does
-not
-change it. `loads` returns an equal graph: names, arguments, examples and the `meta` in SAVED_META. Example arguments
-are not stored, so `set_example_args` must supply them.
+not change it. `loads` returns an equal graph: names, arguments, examples and the `meta` in SAVED_META. Example
+arguments are not stored, so `set_example_args` must supply them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 `nn.LSTM`, `GRU` and `RNN` would be unrolled step by step, and `nn.EmbeddingBag` indexes the whole batch by offsets.
 
-*Contract.* TRACED replaces functions while Dynamo traces. `leave_out_dropouts` and `keep_bags` change a fresh graph in
-place; results stay equal. A dropout that is removed may be returned or viewed, which the caller must check.
+*Contract.* TRACED replaces functions while Dynamo traces. `remove_noop_dropouts` and `replace_embedding_bags` change a
+fresh graph in place; results stay equal. A dropout that is removed may be returned or viewed, which the caller must
+check.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _in_trace(
 
 def _traced_rnn(kind: str) -> Callable[..., Any]:
     def rnn(input: Tensor, *args: Any) -> Any:
-        _torch.break_where_cast(input)
+        _torch.break_if_autocast(input)
         packed = isinstance(args[2], (list, tuple))  # the weights, after batch_sizes and the state
         batch_sizes, hidden, *rest = (*args, False) if packed else (None, *args)
         states = list(hidden) if kind == "lstm" else [hidden]
@@ -82,10 +83,9 @@ _DROPOUTS = {
 _DEFAULTS = {"p": 0.5, "training": True}
 
 
-def leave_out_dropouts(gm: fx.GraphModule) -> list[Tensor]:
+def remove_noop_dropouts(gm: fx.GraphModule) -> list[Tensor]:
     """Removes dropouts that drop nothing. In eager mode they return their argument itself, for which torch.compile
-    (2.11 and
-    2.13) returns a copy. Returns the examples of their results, of which other values may be views."""
+    (2.11 and 2.13) returns a copy. Returns the examples of their results, of which other values may be views."""
     left_out = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _DROPOUTS:
@@ -98,7 +98,7 @@ def leave_out_dropouts(gm: fx.GraphModule) -> list[Tensor]:
     return left_out
 
 
-def keep_bags(gm: fx.GraphModule) -> None:
+def replace_embedding_bags(gm: fx.GraphModule) -> None:
     """Replaces `embedding_bag` on two-dimensional ids, which are bags of equal size, by our operator."""
     calls = gm.graph.find_nodes(op="call_function", target=F.embedding_bag)
     for node in calls:

@@ -1,4 +1,4 @@
-"""What several commands are given: a model and its sizes, a strategy, a device."""
+"""Arguments of several commands: a model and its sizes, a strategy, a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dynaflow.core.importing import imported, searched
+from dynaflow.core.importing import import_object, on_sys_path
 from dynaflow.errors import DynaFlowError, ScheduleError, raised_at
 from dynaflow.models.build import Attention, Workload, build
 from dynaflow.models.build import inputs as inputs_of
@@ -32,16 +32,16 @@ ModelName = Annotated[
     ),
 ]
 Strategy = Annotated[str, typer.Option(help="A strategy's name, or module:Class, or file.py:Class.")]
-Options = Annotated[list[str] | None, typer.Option("--option", help="Of the strategy: name=value.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Requests, or pictures.")]
-Prompt = Annotated[int | None, typer.Option(min=0, help="Tokens of each prompt; 0: one token is decoded.")]
+Options = Annotated[list[str] | None, typer.Option("--option", help="An option of the strategy: name=value.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Number of requests, or of images.")]
+Prompt = Annotated[int | None, typer.Option(min=0, help="Tokens in each prompt; 0: decode one token.")]
 Context = Annotated[int | None, typer.Option(min=1, help="Tokens before the one that is decoded.")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Only the first ones.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Use only the first layers.")]
 Where = Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default cuda where there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on cuda, float32 on cpu.")]
+Dtype = Annotated[str | None, typer.Option(help="Type of the weights; by default bfloat16 on cuda, float32 on cpu.")]
 Operators = Annotated[str, typer.Option(help=f"{' or '.join(OPERATORS)}.")]
 CudaGraph = Annotated[str | None, typer.Option(help=f"{' or '.join(CUDAGRAPHS)}, as in df.compile.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object.")]
 
 USUAL = Workload(batch=8, prompt=64, context=64)
 
@@ -78,12 +78,12 @@ def load_model(
     tp: int = 1,
     ep: int = 1,
 ) -> LoadedModel:
-    """The model of that name. What is None is as usual; a function of the user's has sizes of its own."""
+    """Loads the model of that name. None: the size of `usual`; a user's function determines all sizes itself."""
     place, weights = device if isinstance(device, torch.device) else device_named(device), dtype_named(dtype)
     if ":" in name:
         if any(size is not None for size in (batch, prompt, context, layers, dtype)) or max(tp, ep) > 1:
             raise DynaFlowError(
-                f"{name} makes its model and inputs itself: they have the sizes that it gives them",
+                f"{name} determines the sizes of its model and inputs itself",
                 advice="leave out --batch, --prompt, --context, --layers, --dtype, --tp and --ep",
             )
         return _own(name)
@@ -92,21 +92,21 @@ def load_model(
         prompt=usual.prompt if prompt is None else prompt,
         context=usual.context if context is None else context,
     )
-    if weights is None:  # products in bfloat16 are slow on a CPU
+    if weights is None:  # bfloat16 matmuls are slow on a CPU
         weights = torch.float32 if place.type == "cpu" else torch.bfloat16
     model = build(name, tp=tp, ep=ep, layers=layers, device=place, dtype=weights, attention=attention)
     return LoadedModel(name=name, model=model, all_inputs=[inputs_of(model, situation)])
 
 
 def _own(name: str) -> LoadedModel:
-    with searched(os.getcwd()):  # as `python -m` does: the user's own file is most likely in this folder
-        function = imported(name, "function")
+    with on_sys_path(os.getcwd()):  # as `python -m` does: the user's file is probably in this folder
+        function = import_object(name, "function")
     try:
         found = function()
     except Exception as e:
         raise DynaFlowError(
             f"{name} failed: {type(e).__name__}: {e}", line=raised_at(e),
-            advice="it is called without arguments, and returns a model and its keyword arguments",
+            advice="it is called without arguments and has to return a model and its keyword arguments",
         ) from e  # fmt: skip
     advice = "return a model and its keyword arguments, (model, {'x': x}), or a list of those"
     if not isinstance(found, tuple) or len(found) != 2:
@@ -126,7 +126,7 @@ def _own(name: str) -> LoadedModel:
 
 @contextlib.contextmanager
 def blaming_model(loaded: LoadedModel, inputs: dict[str, Any] | None = None) -> Iterator[None]:
-    """Tells of a failure that is the model's own: it fails without us, too. Others are ours, with all their lines."""
+    """Reports a failure as the model's own if it also fails without dynaflow; other errors keep their traceback."""
     try:
         yield
     except DynaFlowError:
@@ -137,7 +137,7 @@ def blaming_model(loaded: LoadedModel, inputs: dict[str, Any] | None = None) -> 
         except Exception as own:
             raise DynaFlowError(
                 f"the model of {loaded.name} fails by itself: {type(own).__name__}: {own}", line=raised_at(own),
-                advice="mend the model, or what it is given: it is called with its keyword arguments alone",
+                advice="fix the model or its inputs: it is called with these keyword arguments only",
             ) from e  # fmt: skip
         raise
 
@@ -147,7 +147,7 @@ def _bind(name: str, model: Any, inputs: dict[str, Any]) -> None:
     function = model.forward if isinstance(model, torch.nn.Module) else model
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins have none; and what can't be called says so when it is
+    except (TypeError, ValueError):  # builtins have no signature
         return
     try:
         signature.bind(**inputs)
@@ -155,7 +155,7 @@ def _bind(name: str, model: Any, inputs: dict[str, Any]) -> None:
         kind = type(model).__name__ if isinstance(model, torch.nn.Module) else "the model"
         raise DynaFlowError(
             f"{name} gave {', '.join(inputs) or 'nothing'}, but {kind} takes {', '.join(signature.parameters)}: {e}",
-            advice="give it what its forward takes, by name",
+            advice="return the arguments of its forward, by name",
         ) from None
 
 
@@ -176,22 +176,22 @@ def device_named(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise DynaFlowError(f"no device is named {name!r}", advice="say cpu or cuda") from None
+        raise DynaFlowError(f"no device is named {name!r}", advice="use cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise DynaFlowError("there is no CUDA device here", advice="say --device cpu; `dynaflow doctor` tells more")
+        raise DynaFlowError("there is no CUDA device here", advice="use --device cpu; `dynaflow doctor` says more")
     return device
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
     found = getattr(torch, name, None) if name is not None else None
     if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise DynaFlowError(f"no type of weights is named {name!r}", advice="say float32, bfloat16 or float16")
+        raise DynaFlowError(f"no type of weights is named {name!r}", advice="use float32, bfloat16 or float16")
     return found
 
 
 def scheduler_named(strategy: str, options: list[str] | None) -> OpSchedulerBase:
-    """A strategy by its name, or a class of the user's by where it is."""
-    with searched(os.getcwd()):
+    """Returns a strategy by name, or a user's scheduler by module:Class or file.py:Class."""
+    with on_sys_path(os.getcwd()):
         kind = kind_named(strategy)
         return make(strategy, **dict(_option(text, kind) for text in options or ()))
 
@@ -199,7 +199,7 @@ def scheduler_named(strategy: str, options: list[str] | None) -> OpSchedulerBase
 def _option(text: str, kind: type) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise ScheduleError(f"--option {text!r}", advice="say name=value, such as parts=3")
+        raise ScheduleError(f"--option {text!r}", advice="write name=value, such as parts=3")
     found = _literal(value)
     if takes_several(kind, name) and not isinstance(found, (list, tuple, set, NoneType)):
         found = [_literal(word) for word in value.split(",")]

@@ -17,7 +17,7 @@ EXAMPLE = "dynaflow bench --only copies --tiny --rounds 1 --operators eager"
 
 
 def add(app: typer.Typer) -> None:
-    # What is not ours goes to the benchmarks as it is: they have a parser of their own, with help.
+    # Other arguments are passed on to the benchmarks, which have their own parser and help.
     passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command(epilog=f"Example: {EXAMPLE}", context_settings=passed_on)(bench)
 
@@ -25,7 +25,7 @@ def add(app: typer.Typer) -> None:
 def bench(ctx: typer.Context, as_json: arguments.Json = False) -> None:
     """Runs benchmarks and prints their tables.
 
-    It takes the arguments of `python -m benchmarks`: `dynaflow bench -- --help` lists them. Exit code 1 if one fails.
+    Takes the arguments of `python -m benchmarks`: `dynaflow bench -- --help` lists them. Exit code 1 if one fails.
     """
     folder = _repository()
     sys.path.insert(0, str(folder))
@@ -42,7 +42,7 @@ def bench(ctx: typer.Context, as_json: arguments.Json = False) -> None:
 
 
 def _repository() -> Path:
-    """The benchmarks are not installed: they are where the package's sources are, or here."""
+    """Finds the benchmarks, which are not installed: next to the package's sources, or in the current folder."""
     for folder in (Path(dynaflow.__file__).parents[1], Path.cwd()):
         if (folder / "benchmarks" / "__main__.py").is_file():
             return folder

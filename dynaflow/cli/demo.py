@@ -1,5 +1,4 @@
-"""`dynaflow demo`: a small Llama, plainly and under two schedulers: equal outputs, both plans drawn, times side by
-side."""
+"""`dynaflow demo`: a small Llama as it is and under three schedulers: equal outputs, plans drawn, times compared."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ CUTS = [df.SplitModule("*.self_attn", tag="attention"), df.SplitModule("*.mlp", 
 
 
 class TwoBatches(df.OpSchedulerBase):
-    """Attention of one half of the batch beside the matrix products of the other."""
+    """Attention of one half of the batch beside the matmuls of the other."""
 
     def partition(self) -> list[Any]:
         return CUTS
@@ -39,7 +38,7 @@ class TwoBatches(df.OpSchedulerBase):
 
 
 class ThreeWays(df.OpSchedulerBase):
-    """Three uneven micro-batches, each on a lane of its own; the MLPs run merged."""
+    """Three micro-batches of different sizes, each on its own lane; the MLPs run merged."""
 
     def partition(self) -> list[Any]:
         return CUTS
@@ -61,7 +60,7 @@ def add(app: typer.Typer) -> None:
 
 
 def demo(operators: arguments.Operators = "inductor", as_json: arguments.Json = False) -> None:
-    """A small Llama, plainly and under three schedulers: equal outputs, plans drawn, times side by side.
+    """Runs a small Llama as it is and under three schedulers: equal outputs, plans drawn, times compared.
 
     Exit code 1 if the results differ.
     """

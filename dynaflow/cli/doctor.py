@@ -1,4 +1,4 @@
-"""`dynaflow doctor`: what this machine offers, what will work, and what to install."""
+"""`dynaflow doctor`: what this machine has, what will work, and what to install."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dynaflow.runtime import sm_partitions
 
 EXAMPLE = "dynaflow doctor"
 OLDEST, NEWEST = (2, 11), (2, 13)
-"""Of torch."""
+"""Versions of torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class Check:
     ok: bool
     found: str
     serves: str
-    """What will work with it."""
+    """What needs it."""
     advice: str = ""
-    """What to do, if it is missing."""
+    """What to do if it is missing."""
     essential: bool = False
 
 
@@ -45,7 +45,7 @@ def add(app: typer.Typer) -> None:
 
 
 def doctor(as_json: arguments.Json = False) -> None:
-    """What this machine offers, what will work, and what to install.
+    """Shows what this machine has, what will work, and what to install.
 
     Exit code 1 if something essential is missing.
     """
@@ -74,7 +74,7 @@ def examine() -> Iterator[Check]:
         advice="install Python 3.11 or newer", essential=True,
     )  # fmt: skip
     yield _torch()
-    yield _compiler()
+    yield cpp_compiler()
     yield from _cuda()
     yield from _collectives()
     for package, serves, advice in (
@@ -84,7 +84,7 @@ def examine() -> Iterator[Check]:
     ):
         found = _version(package)
         yield Check(name=package, ok=bool(found), found=found or "not installed", serves=serves, advice=advice)
-    yield _cache()
+    yield disk_cache_check()
 
 
 def _torch() -> Check:
@@ -97,18 +97,18 @@ def _torch() -> Check:
     )  # fmt: skip
 
 
-def _compiler() -> Check:
+def cpp_compiler() -> Check:
     own = os.environ.get("CXX")
     found = shutil.which(own or ("clang++" if sys.platform == "darwin" else "g++"))  # where Inductor looks
     return Check(
         name="C++ compiler", ok=found is not None, found=found or (f"none at CXX={own}" if own else "none"),
         serves='operators="inductor", the default', essential=True,
-        advice='install g++, or set CXX to the C++ compiler that there is; operators="eager" needs none',
+        advice='install g++, or set CXX to another C++ compiler; operators="eager" needs none',
     )  # fmt: skip
 
 
 def _cuda() -> Iterator[Check]:
-    """Nothing of it is essential: lanes are threads on a CPU."""
+    """Checks the GPU. None is needed: lanes are threads on a CPU."""
     here = torch.cuda.is_available()
     why = "torch sees none" if torch.version.cuda else "this torch is built without CUDA"
     name = f"{torch.cuda.get_device_name()}, {_sms()} SMs, CUDA {torch.version.cuda}" if here else why
@@ -170,13 +170,13 @@ def _version(package: str) -> str | None:
         return "of unknown version"
 
 
-def _cache() -> Check:
-    serves, advice = "plans and tuned choices kept for the next process", "DYNAFLOW_CACHE_DIR names another folder"
+def disk_cache_check() -> Check:
+    serves, advice = "plans and tuned choices stored for the next process", "DYNAFLOW_CACHE_DIR names another folder"
     if not disk_cache.enabled():
         return Check(name="cache", ok=False, found="off", serves=serves, advice="unset DYNAFLOW_CACHE")
     folder = disk_cache.default_root()
     try:
-        disk_cache.made(folder)
+        disk_cache.make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as e:

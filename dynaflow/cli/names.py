@@ -1,4 +1,4 @@
-"""`dynaflow list`: what has a name."""
+"""`dynaflow list`: the models, devices and strategies that have a name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add(app: typer.Typer) -> None:
 
 
 def names(as_json: arguments.Json = False) -> None:
-    """The models, devices and strategies that have a name."""
+    """Lists the models, devices and strategies that have a name."""
     if as_json:
         models = [{"name": m.name, "about": m.about, "class": m.kind, "own": m.own} for m in MODELS.values()]
         print_json({"models": models, "devices": list(DEVICES), "strategies": list(CLASSES)})

@@ -1,4 +1,4 @@
-"""What commands print: for people, or one JSON object for scripts."""
+"""Output of the commands: text for people, or one JSON object for scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynaflow.errors import DynaFlowError
 
 
 class _Output(Console):
-    """As wide as the terminal. In a pipe nothing is folded, whatever terminal is behind it, unless COLUMNS says so."""
+    """As wide as the terminal. In a pipe nothing is folded, unless COLUMNS is set."""
 
     @property
     def bounded(self) -> bool:
@@ -41,12 +41,12 @@ out, errors = _Output(), _Output(stderr=True)
 
 
 def complain(text: str) -> None:
-    """Folded between words alone: a path stays one that can be copied."""
+    """Prints an error to stderr, wrapped only between words: paths can still be copied."""
     errors.print(text, style="red", markup=False, highlight=False, overflow="ignore", crop=False)
 
 
 class Folded:
-    """A text that is folded behind spaces and signs, where there is no room for it: rich knows of spaces alone."""
+    """A text that is wrapped after spaces and signs if it is too long: rich wraps only at spaces."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -70,7 +70,7 @@ def _words(text: str, signs: str) -> list[str]:
 
 
 def table(*columns: str, folds: Collection[str] = (), right: Collection[str] = (), gap: int = 2) -> Table:
-    """Only the columns in `folds` give way where there is no room: other names, and figures, stay whole."""
+    """Returns a table in which only the columns in `folds` are wrapped if there is no room."""
     made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", no_wrap=column not in folds)
@@ -82,7 +82,7 @@ def show(rows: Table) -> None:
 
 
 def listed(said: Iterable[tuple[str, str]]) -> None:
-    """A name and what is said of it, line by line."""
+    """Prints names and their descriptions, one per line."""
     rows = Table.grid("", "", padding=(0, 2, 0, 0))
     rows.columns[0].no_wrap = True
     for pair in said:
@@ -91,7 +91,7 @@ def listed(said: Iterable[tuple[str, str]]) -> None:
 
 
 def verbatim(text: str) -> None:
-    """As it is: no colours, no line breaks of rich's."""
+    """Prints a text without colours and without rich's line breaks."""
     out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -101,16 +101,16 @@ def print_json(data: Any) -> None:
 
 @contextlib.contextmanager
 def nothing_else(as_json: bool) -> Iterator[None]:
-    """If stdout is for one JSON object, all that is printed meanwhile goes to stderr."""
+    """If stdout is for one JSON object, everything printed inside of the block goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
 
 
 def can_write(*paths: Path | None) -> None:
-    """Asked before the work is done that would be lost."""
+    """Raises if a file can't be written, before the work starts."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
-            raise DynaFlowError(f"{path} can't be written", advice=f"make the folder {path.parent} first")
+            raise DynaFlowError(f"{path} can't be written", advice=f"create the folder {path.parent} first")
 
 
 def write(path: Path, text: str) -> None:

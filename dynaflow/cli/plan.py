@@ -1,4 +1,4 @@
-"""`dynaflow plan`: what would run where, and why, without weights and without a device."""
+"""`dynaflow plan`: what would run on which lane, and why, without weights and without a device."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def plan(
     prompt: arguments.Prompt = None,
     context: arguments.Context = None,
     layers: arguments.Layers = None,
-    device: Annotated[str, typer.Option(help="That it is planned for, such as h200: costs and SMs are its.")] = "h200",
+    device: Annotated[str, typer.Option(help="The device to plan for, such as h200: its costs and SMs.")] = "h200",
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the plan here: for `dynaflow view`, or Plan.from_json.")
     ] = None,
     page: Annotated[Path | None, typer.Option(help="Write the page here, with shapes and tags.")] = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """The plan that a strategy makes for a model: drawn, and listed with the reasons for each task.
+    """Shows the plan that a strategy makes for a model: drawn, and listed with the reasons for each task.
 
-    Nothing runs, and a model that has a name is built without weights. By default 8 prompts of 64 tokens.
+    Nothing runs, and a named model is built without weights. By default 8 prompts of 64 tokens.
     """
     can_write(out_file, page)
     target = device_named(device)
     lines: list[str] = []
-    with nothing_else(as_json), _asked():
-        scheduler = _noting(arguments.scheduler_named(strategy, option), lines)
+    with nothing_else(as_json), _without_cache():
+        scheduler = _recording_lines(arguments.scheduler_named(strategy, option), lines)
         loaded = arguments.load_model(
             model, device=torch.device("meta"), batch=batch, prompt=prompt, context=context, layers=layers
         )
@@ -84,8 +84,8 @@ def plan(
 
 
 @contextmanager
-def _asked() -> Iterator[None]:
-    """The scheduler itself is asked, not the plans on disk: those don't know its lines."""
+def _without_cache() -> Iterator[None]:
+    """Makes the scheduler run: stored plans don't have its lines."""
     before = os.environ.get("DYNAFLOW_CACHE")
     os.environ["DYNAFLOW_CACHE"] = "0"
     try:
@@ -94,8 +94,8 @@ def _asked() -> Iterator[None]:
         os.environ.pop("DYNAFLOW_CACHE") if before is None else os.environ.update(DYNAFLOW_CACHE=before)
 
 
-def _noting(scheduler: OpSchedulerBase, lines: list[str]) -> OpSchedulerBase:
-    """The same, and of each task the line that executed it goes to `lines`."""
+def _recording_lines(scheduler: OpSchedulerBase, lines: list[str]) -> OpSchedulerBase:
+    """Returns the same scheduler, which adds to `lines` the line of code that executed each task."""
     noted: Any = copy.copy(scheduler)
 
     def schedule(ctx: ScheduleContext) -> Any:
@@ -112,7 +112,7 @@ def _noting(scheduler: OpSchedulerBase, lines: list[str]) -> OpSchedulerBase:
 
     noted.schedule = schedule
     if type(scheduler).choose is not OpSchedulerBase.choose:
-        noted.choose = lambda ctx: _noting(scheduler.choose(ctx), lines)
+        noted.choose = lambda ctx: _recording_lines(scheduler.choose(ctx), lines)
     return noted
 
 
@@ -174,7 +174,7 @@ def _show(title: str, made: Plan, rows: list[dict[str, Any]], graph: OpGraph) ->
         out.print(Text(f"lines are those of {files.pop()}"))
     if any(row["split"] == NO_ROWS for row in rows):
         out.print(Text(f"split -: {NO_ROWS}"))
-    refused: dict[tuple[str, str], list[str]] = {}  # equal layers are told once
+    refused: dict[tuple[str, str], list[str]] = {}  # equal layers are listed once
     for op in graph.ops:
         if op.refusal and not op.shared:
             refused.setdefault((kind_of(op.name), op.refusal), []).append(op.name)
@@ -192,7 +192,7 @@ def _why(strategy: str, graph: OpGraph, model: Any) -> str:
     return (
         f"{strategy} finds no operators that it knows, by names such as *.mlp or q_proj"
         f"{f'; this model has {own}' if own else ''}.\n"
-        "Its options may take cuts of yours, and a scheduler of your own has its own: docs/first-scheduler.md"
+        "Its options may take your own cuts; or write a scheduler: docs/first-scheduler.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a simulation starts from: a model's operators, and its plan, without running it."""
+"""A model's operators and its plan for a device, without running it: the input of a simulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynaflow.schedule.base import OpSchedulerBase
 def capture(
     model: nn.Module, scheduler: OpSchedulerBase, given: Mapping[str, Any], device: Device
 ) -> tuple[OpGraph, Plan]:
-    """The model's operators as the scheduler cuts them, and the plan that it makes for these inputs on the device."""
+    """Returns the model's operators as the scheduler cuts them, and its plan for these inputs on the device."""
     from dynaflow.api import compile as compile_model
 
     with torch.no_grad(), planned_for(device):
@@ -26,6 +26,6 @@ def capture(
 
 
 def in_sequence(plan: Plan) -> Plan:
-    """The same batch, as the uncut graph runs it."""
+    """Returns the plan of the uncut graph for the same batch."""
     whole = MicroBatch(index=0, start=0, stop=plan.batch_size)
     return Plan(graph=plan.graph, micro_batches=(whole,), lanes=(), tasks=())

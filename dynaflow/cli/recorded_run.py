@@ -15,13 +15,13 @@ from dynaflow.observe.recording import Recording
 
 
 def restorer(inputs: Mapping[str, Any]) -> Callable[[], None]:
-    """Makes the next call equal to the first: a cache counts its tokens, and what it holds is written again."""
+    """Returns a function that resets the cache's token counters, so that the next call equals the first."""
     layers = getattr(inputs.get("past_key_values"), "layers", ())
     counters = [c for layer in layers if isinstance(c := getattr(layer, "cumulative_length", None), torch.Tensor)]
-    kept = [(counter, counter.clone()) for counter in counters]
+    copies = [(counter, counter.clone()) for counter in counters]
 
     def restore() -> None:
-        for counter, before in kept:
+        for counter, before in copies:
             counter.copy_(before)
 
     return restore
@@ -39,7 +39,7 @@ def device_name(device: torch.device) -> str:
 
 
 def recorded(fast: CompiledModel, inputs: Mapping[str, Any], calls: int) -> Recording:
-    """Some calls, after one that compiles what is still to be compiled."""
+    """Records some calls, after one that compiles."""
     restore = restorer(inputs)
     fast(**inputs)
     with df.record() as recording:
@@ -51,7 +51,7 @@ def recorded(fast: CompiledModel, inputs: Mapping[str, Any], calls: int) -> Reco
 
 
 def longest(recording: Recording) -> RecordedPlan:
-    """Of the plans that ran, the one that took most of the time."""
+    """Returns the plan that took the most time."""
     timed = [plan for plan in recording.plans if plan.timed]
     if not timed:
         raise DynaFlowError(f"no task was recorded: {recording}", advice="`dynaflow plan` shows what there is")

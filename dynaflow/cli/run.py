@@ -1,4 +1,4 @@
-"""`dynaflow run`: a model under a strategy on the device at hand: is it right, and what does it gain?"""
+"""`dynaflow run`: a model under a strategy on this machine: are the results equal, and how fast is it?"""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run(
     dtype: arguments.Dtype = None,
     cudagraph: arguments.CudaGraph = None,
     operators: arguments.Operators = "inductor",
-    seconds: Annotated[float, typer.Option(min=0, help="That are measured, in rounds of all three.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds of measurement, in rounds of all three.")] = 3.0,
     as_json: arguments.Json = False,
 ) -> None:
-    """A model plainly, in sequence and under a strategy on this machine: are the results equal, how fast is each?
+    """Runs a model as it is, in sequence and under a strategy: are the results equal, how fast is each?
 
     Weights are random. By default 8 prompts of 64 tokens. Exit code 1 if the results differ.
     """
@@ -63,7 +63,7 @@ def run(
             found = side_by_side(runs, restore, seconds=seconds, cuda=where.type == "cuda", rounds=None)
             host = _host(runs[2], restore) if where.type == "cuda" else None
             overlap = longest(recorded(fast, inputs, 5)).overlap
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": loaded.name, "inputs": arguments.sizes(inputs), "device": device_name(where), "strategy": strategy,
         "agrees": problem is None, "difference": problem, "stays_in_sequence": made.sequential,
         "micro_batches": [m.size for m in made.micro_batches], "tasks": len(made.tasks),
@@ -71,7 +71,7 @@ def run(
     }  # fmt: skip
     if problem is None:
         first, other, ours = timings(found)
-        told |= {
+        result |= {
             "ms": {"sequence": first.seconds * 1e3, "plain": other.seconds * 1e3, "strategy": ours.seconds * 1e3},
             "speed_up": 1 / ours.ratio, "speed_up_range": [1 / ours.high, 1 / ours.low],
             "speed_up_over_plain": other.seconds / ours.seconds, "rounds": ours.rounds,
@@ -79,22 +79,22 @@ def run(
             "bytes_copied": fast.stats.joined_bytes, "plans": fast.stats.plans, "stats": asdict(fast.stats),
         }  # fmt: skip
     if as_json:
-        print_json(told)
+        print_json(result)
     elif problem is None:
-        _show(loaded.title, told)
+        _show(loaded.title, result)
     if problem is not None:
         advice = f"df.compile(model, {strategy!r}, verify=True) names the first operator that differs"
         if any(t.dtype in (torch.bfloat16, torch.float16) for t in getattr(plain, "parameters", list)()):
-            advice += "; in --dtype float32 roundings are no reason"
+            advice += "; --dtype float32 excludes rounding errors"
         modules = plain.modules() if isinstance(plain, torch.nn.Module) else ()
         if any(m.training and "Dropout" in type(m).__name__ for m in modules):
-            advice = "the model is in training mode, and drops others at each call: return model.eval()"
+            advice = "the model is in training mode, with random dropout in each call: return model.eval()"
         complain(f"{strategy} gives other results than the plain model: {problem}\n  what to do: {advice}")
         raise typer.Exit(1)
 
 
 def _difference(plain: Any, fast: Any, inputs: dict[str, Any], restore: Callable[[], None]) -> str | None:
-    """How the results differ, if they do."""
+    """Describes how the results differ; None if they are equal."""
     expected = [t.clone() if isinstance(t, torch.Tensor) else t for t in _torch.tree_leaves(plain(**inputs))]
     restore()
     found = _torch.tree_leaves(fast(**inputs))
@@ -106,7 +106,7 @@ def _difference(plain: Any, fast: Any, inputs: dict[str, Any], restore: Callable
 
 
 def _host(call: Callable[[], Any], restore: Callable[[], None], rounds: int = 20) -> float:
-    """Milliseconds until a call has returned, while the device is still at work."""
+    """Returns the milliseconds until a call returns, while the device may still be working."""
     found = []
     for _ in range(rounds):
         restore()
@@ -118,26 +118,26 @@ def _host(call: Callable[[], Any], restore: Callable[[], None], rounds: int = 20
     return statistics.median(found)
 
 
-def _show(title: str, told: dict[str, Any]) -> None:
-    out.print(Text(f"{title}, on {told['device']}", style="bold"))
+def _show(title: str, result: dict[str, Any]) -> None:
+    out.print(Text(f"{title}, on {result['device']}", style="bold"))
     rows = table("", "ms", "against sequence", folds=("",), right=("ms", "against sequence"))
-    ms = told["ms"]
-    low, high = told["speed_up_range"]
+    ms = result["ms"]
+    low, high = result["speed_up_range"]
     rows.add_row("plain model", f"{ms['plain']:.3f}", f"{ms['sequence'] / ms['plain']:.2f}x")
     rows.add_row("in sequence", f"{ms['sequence']:.3f}", "1.00x")
-    gain = "the same" if told["stays_in_sequence"] else f"{told['speed_up']:.2f}x ({low:.2f}-{high:.2f})"
-    rows.add_row(Folded(told["strategy"]), f"{ms['strategy']:.3f}", gain)
+    gain = "the same" if result["stays_in_sequence"] else f"{result['speed_up']:.2f}x ({low:.2f}-{high:.2f})"
+    rows.add_row(Folded(result["strategy"]), f"{ms['strategy']:.3f}", gain)
     show(rows)
-    sizes = ", ".join(map(str, told["micro_batches"]))
-    where = ", ".join(told["lanes"])
-    how = "in sequence" if told["stays_in_sequence"] else f"as [{sizes}], {told['tasks']} tasks on lanes {where}"
-    host = "the host is the device" if told["host_ms"] is None else f"{told['host_ms']:.3f} ms"
+    sizes = ", ".join(map(str, result["micro_batches"]))
+    where = ", ".join(result["lanes"])
+    how = "in sequence" if result["stays_in_sequence"] else f"as [{sizes}], {result['tasks']} tasks on lanes {where}"
+    host = "the host is the device" if result["host_ms"] is None else f"{result['host_ms']:.3f} ms"
     listed(
         [
             ("results", "agree with the plain model's"),
-            ("plan", f"batch of {sum(told['micro_batches'])} {how}; plans made: {told['plans']}"),
-            ("overlap", f"{told['overlap']:.2f} lanes busy on average"),
-            ("copied", f"{told['bytes_copied']} bytes to join micro-batches"),
+            ("plan", f"batch of {sum(result['micro_batches'])} {how}; plans made: {result['plans']}"),
+            ("overlap", f"{result['overlap']:.2f} lanes busy on average"),
+            ("copied", f"{result['bytes_copied']} bytes to join micro-batches"),
             ("host time", host),
         ]
     )

@@ -1,4 +1,4 @@
-"""`dynaflow simulate`: what a strategy would give on a device that is not at hand."""
+"""`dynaflow simulate`: the speed of a strategy on any device, by the cost model."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def simulate(
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model's heads and widths.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="GPUs that share its experts.")] = 1,
     layers: arguments.Layers = None,
-    attention: Annotated[str, typer.Option(help="flash, as serving systems do it; sdpa, as transformers.")] = "flash",
+    attention: Annotated[str, typer.Option(help="flash, as in serving systems; sdpa, as in transformers.")] = "flash",
     link: Annotated[float | None, typer.Option(min=0, help="Another link: GB/s each way.")] = None,
-    cudagraph: Annotated[bool, typer.Option(help="The host launches all at once.")] = True,
+    cudagraph: Annotated[bool, typer.Option(help="The host launches the whole plan at once.")] = True,
     draw: Annotated[bool, typer.Option(help="Draw the timeline.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline here, for Perfetto.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write both timelines here, as a page.")] = None,
     as_json: arguments.Json = False,
     named: Annotated[str | None, typer.Option("--model", hidden=True, help="The same as MODEL.")] = None,
 ) -> None:
-    """A model in sequence and under a strategy, on a device that need not be here: how long a call takes, and why.
+    """Simulates a model in sequence and under a strategy on any device: how long a call takes, and why.
 
     By default 64 requests decode a token after 1024.
     """
     if attention not in ("flash", "sdpa"):
-        raise DynaFlowError(f"attention is no {attention!r}", advice="say flash or sdpa")
+        raise DynaFlowError(f"attention can't be {attention!r}", advice="use flash or sdpa")
     if tp > 1 and ep > 1:
         raise DynaFlowError("a model is shared by tp or by ep, not both", advice="leave one of them at 1")
     where = _device(device, max(tp, ep), link)
@@ -90,7 +90,7 @@ def simulate(
             {
                 "model": loaded.name, "inputs": arguments.sizes(loaded.inputs), "layers": layers, "tp": tp, "ep": ep,
                 "device": where.name, "strategy": strategy, "stays_in_sequence": plan.sequential,
-                "sequence": _told(before), "scheduled": _told(after), "speed_up": before.seconds / after.seconds,
+                "sequence": _summary(before), "scheduled": _summary(after), "speed_up": before.seconds / after.seconds,
                 "weights_bytes": weights, "fits": weights <= where.memory, "guessed": guessed,
                 "seconds": {"capture": captured - start, "simulate": done - captured},
                 "trace": trace, "page": page,
@@ -119,7 +119,7 @@ def simulate(
         out.print(f"page in {page}", style="dim", soft_wrap=True)
 
 
-def _told(found: Simulation) -> dict[str, Any]:
+def _summary(found: Simulation) -> dict[str, Any]:
     return {"ms": found.seconds * 1e3, "limited_by": found.limit, "busy": found.busy}
 
 

@@ -1,4 +1,4 @@
-"""`dynaflow trace`: when each task of a run really ran."""
+"""`dynaflow trace`: when each task of a run ran, measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trace(
     device: arguments.Where = None,
     dtype: arguments.Dtype = None,
     operators: arguments.Operators = "inductor",
-    calls: Annotated[int, typer.Option(min=1, help="That are recorded.")] = 5,
+    calls: Annotated[int, typer.Option(min=1, help="Calls to record.")] = 5,
     out_file: Annotated[
         Path, typer.Option("--out", help="Where to write the trace: for Perfetto, chrome://tracing, `dynaflow view`.")
     ] = Path("trace.json"),
@@ -61,9 +61,9 @@ def trace(
         shown = [replace(plan.timeline, title=title) for title, plan in titles.items()]
         write(page, page_of(shown, title=f"{loaded.title}: {strategy}"))
     if as_json:
-        told: dict[str, Any] = {"model": loaded.name, "inputs": arguments.sizes(loaded.inputs), "strategy": strategy}
-        told |= {"device": device_name(device_of(loaded.model, loaded.inputs)), "trace": out_file, "page": page}
-        print_json({**told, "tasks": tasks, "ms": ms, "overlap": overlap})
+        result: dict[str, Any] = {"model": loaded.name, "inputs": arguments.sizes(loaded.inputs), "strategy": strategy}
+        result |= {"device": device_name(device_of(loaded.model, loaded.inputs)), "trace": out_file, "page": page}
+        print_json({**result, "tasks": tasks, "ms": ms, "overlap": overlap})
         return
     out.print(f"{loaded.title}: {tasks} tasks in {ms:.3f} ms, {overlap:.2f} lanes busy on average", highlight=False,
               soft_wrap=True)  # fmt: skip

@@ -1,4 +1,4 @@
-"""`dynaflow tune`: what is best on the device at hand."""
+"""`dynaflow tune`: the best strategy on this machine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def add(app: typer.Typer) -> None:
 
 def tune(
     model: arguments.ModelName,
-    seconds: Annotated[float, typer.Option(min=0, help="For each situation.")] = 60.0,
-    most: Annotated[int, typer.Option(min=1, help="Schedules that are measured, of those that look best.")] = 4,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds for each situation.")] = 60.0,
+    most: Annotated[int, typer.Option(min=1, help="Schedules to measure: those with the best predictions.")] = 4,
     batch: arguments.Batch = None,
     prompt: arguments.Prompt = None,
     context: arguments.Context = None,
@@ -38,7 +38,7 @@ def tune(
 ) -> None:
     """Measures the strategies on a model, and prints a configuration to paste."""
     chosen = []
-    told = []
+    results = []
     with nothing_else(as_json), torch.no_grad():
         loaded = arguments.load_model(
             model, device=device, dtype=dtype, batch=batch, prompt=prompt, context=context, layers=layers
@@ -51,12 +51,12 @@ def tune(
             out.print(f"[bold]{arguments.described(inputs)}[/bold]")
             _show(found)
             chosen.append((arguments.sizes(inputs), found.chosen))
-            told.append({"inputs": arguments.sizes(inputs), **asdict(found)})
+            results.append({"inputs": arguments.sizes(inputs), **asdict(found)})
         paste = code_snippet(chosen, cudagraph)
         out.print("\n[bold]to paste[/bold]")
         verbatim(paste)
     if as_json:
-        print_json({"model": loaded.name, "situations": told, "paste": paste})
+        print_json({"model": loaded.name, "situations": results, "paste": paste})
 
 
 def _show(found: Decision) -> None:

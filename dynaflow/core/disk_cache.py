@@ -26,7 +26,7 @@ TRIM_EVERY = 64
 STALE_SECONDS = 3600
 """A temporary file older than this was left by a process that died."""
 
-_failures = itertools.count()  # counting with next() needs no lock
+failures = itertools.count()  # counting with next() needs no lock
 
 
 class DiskCache:
@@ -44,7 +44,7 @@ class DiskCache:
             if not path.is_file():  # a pipe in its place would block
                 return None
             for place in (path.parent.parent, path.parent, path):
-                only_mine(place)
+                check_private(place)
             return _decoded(path.read_bytes(), self.kind, key)
         except FileNotFoundError:  # removed in between
             return None
@@ -58,7 +58,7 @@ class DiskCache:
         try:
             path = self._path(key)
             for folder in (path.parent.parent, path.parent):
-                made(folder)
+                make_private(folder)
             _write(path, _encoded(self.kind, key, text))
             if next(self._writes) % TRIM_EVERY == 0:
                 _trim(path.parent)
@@ -69,13 +69,13 @@ class DiskCache:
         return (self._root or default_root()) / self.kind / hashlib.sha256(_bytes(key)).hexdigest()
 
 
-def made(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Creates the folder for the user alone. Raises OSError if that fails, or if others can write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    only_mine(folder)
+    check_private(folder)
 
 
-def only_mine(path: Path) -> None:
+def check_private(path: Path) -> None:
     """Raises PermissionError if others own the path or can write to it: their files would be trusted as the user's."""
     info = path.stat()
     mine = getattr(os, "geteuid", lambda: info.st_uid)()
@@ -155,6 +155,6 @@ def _trim(folder: Path) -> None:
 
 def _warn(what: str, error: Exception) -> None:
     """Warns once per process."""
-    if next(_failures) == 0:
+    if next(failures) == 0:
         advice = "DYNAFLOW_CACHE_DIR names another folder, DYNAFLOW_CACHE=0 turns it off"
         logging.getLogger("dynaflow").warning("the cache could not be %s: %s; %s", what, error, advice)

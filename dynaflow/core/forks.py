@@ -34,7 +34,7 @@ def rlock() -> Any:
     return made
 
 
-def tell(owner: Forkable) -> None:
+def register(owner: Forkable) -> None:
     """Registers `owner.after_fork` for each child process, for as long as the owner lives."""
     _owners.add(owner)
 

@@ -14,10 +14,9 @@ from typing import Any
 from dynaflow.errors import DynaFlowError, nearest, raised_at
 
 
-def imported(path: str, what: str, error: type[DynaFlowError] = DynaFlowError) -> Any:
+def import_object(path: str, what: str, error: type[DynaFlowError] = DynaFlowError) -> Any:
     """Imports the object at `module:name` or `folder/file.py:name`. If that fails, raises `error`, which calls the
-    object
-    `what`."""
+    object `what`."""
     where, _, name = path.rpartition(":")
     try:
         module = _of_file(where) if where.endswith(".py") else importlib.import_module(where)
@@ -41,7 +40,7 @@ def _of_file(path: str) -> ModuleType:
     if not os.path.isfile(file):
         raise ModuleNotFoundError(f"there is no file {path}", name=path)
     name = os.path.basename(file).removesuffix(".py")
-    with searched(os.path.dirname(file)):
+    with on_sys_path(os.path.dirname(file)):
         module = importlib.import_module(name)
     there = getattr(module, "__file__", None)
     if there is None or not os.path.samefile(there, file):
@@ -50,7 +49,7 @@ def _of_file(path: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def searched(folder: str) -> Iterator[None]:
+def on_sys_path(folder: str) -> Iterator[None]:
     """In this context, imports search the folder first."""
     sys.path.insert(0, folder)
     try:

@@ -13,7 +13,7 @@ def span(size: Sequence[int], stride: Sequence[int]) -> int:
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     """No holes and no overlap."""
-    return span(size, stride) == prod(size) and all(s > 0 or n == 1 for n, s in zip(size, stride, strict=True))
+    return span(size, stride) == prod(size) and not overlaps_itself(size, stride)
 
 
 def overlaps_itself(size: Sequence[int], stride: Sequence[int], width: int = 1) -> bool:

@@ -1,8 +1,8 @@
 """A schedule as plain data: immutable, hashable, printable, JSON in and out.
 
-A Plan answers every question about its schedule without a device or a model. The order of
-`tasks` is the order in which the host issues them, and on each lane the order in which they run. `after`
-holds the waits between lanes that the lanes' own order does not imply.
+A Plan answers every question about its schedule without a device or a model. The order of `tasks` is the order in which
+the host issues them, and on each lane the order in which they run. `after` holds the waits between lanes that the
+lanes' own order does not imply.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and name.isprintable() and name.strip() != ""
 
 
-def one_by_one(plan: Plan, ops: Iterable[str], lane: str = "main") -> Plan:
+def operator_by_operator(plan: Plan, ops: Iterable[str], lane: str = "main") -> Plan:
     """A sequential plan, operator by operator."""
     tasks = tuple(Task(items=(Item(op=op, micro_batches=(0,)),), lane=lane) for op in ops)
     return replace(plan, lanes=(Lane(name=lane),), tasks=tasks)

@@ -64,13 +64,13 @@ def draw(plan: Plan, spans: Sequence[Span] | None = None, width: int = 110) -> s
 
 def _checked(spans: Sequence[Span], plan: Plan) -> list[Span]:
     advice = "pass the start and the end of each of the plan's tasks, in ms: [(0.0, 1.5), ...]"
-    found = validate.several(spans, "draw(spans)", advice, TimelineError)
+    found = validate.sequence(spans, "draw(spans)", advice, TimelineError)
     try:
         times = [(float(start), float(end)) for start, end in found]
     except (TypeError, ValueError):
         times = []
     if len(times) != len(plan.tasks) or not all(map(math.isfinite, (t for pair in times for t in pair))):
-        raise validate.wrong("draw(spans)", spans, advice, TimelineError)
+        raise validate.invalid("draw(spans)", spans, advice, TimelineError)
     return times
 
 
@@ -90,7 +90,7 @@ def kind_of(op: str) -> str:
     return re.sub(r"\b\d+\b", "*", re.sub(r"#\d+", "", op))
 
 
-def resource_in_words(name: str, device: str) -> str:
+def resource_label(name: str, device: str) -> str:
     """The name to print for a resource: the cost model's "sms" are a CPU's cores. Files use the cost model's name."""
     return "cores" if name == "sms" and on_cpu(device) else name
 

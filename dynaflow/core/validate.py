@@ -12,13 +12,14 @@ from dynaflow.errors import DynaFlowError, shown, user_line
 Kind = type[DynaFlowError]
 
 
-def wrong(what: str, value: Any, advice: str, error: Kind = DynaFlowError) -> DynaFlowError:
+def invalid(what: str, value: Any, advice: str, error: Kind = DynaFlowError) -> DynaFlowError:
     return error(f"{what}={shown(value)}", line=user_line(), advice=advice)
 
 
 def is_integer(value: Any) -> bool:
     """A Python or numpy integer. A bool is a flag, and a float is not exact."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__") or str(getattr(value, "dtype", "")) == "bool":
+    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")  # numpy's or torch's
+    if is_flag or not hasattr(type(value), "__index__"):
         return False
     try:
         operator.index(value)
@@ -38,20 +39,20 @@ def integer(
 ) -> int:
     found = operator.index(value) if is_integer(value) else None
     if found is None or (least is not None and found < least) or (most is not None and found > most):
-        raise wrong(what, value, advice, error)
+        raise invalid(what, value, advice, error)
     return found
 
 
 def flag(value: Any, what: str, error: Kind = DynaFlowError) -> bool:
     if not isinstance(value, bool):
-        raise wrong(what, value, "pass True or False", error)
+        raise invalid(what, value, "pass True or False", error)
     return value
 
 
-def several(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> list[Any]:
+def sequence(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> list[Any]:
     found = members(value)
     if found is None:
-        raise wrong(what, value, advice, error)
+        raise invalid(what, value, advice, error)
     return found
 
 
@@ -66,20 +67,20 @@ def members(value: Any) -> list[Any] | None:
 
 
 def names(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> list[str]:
-    found = several(value, what, advice, error)
+    found = sequence(value, what, advice, error)
     if not all(isinstance(name, str) for name in found):
-        raise wrong(what, value, advice, error)
+        raise invalid(what, value, advice, error)
     return found
 
 
 def mapping(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> Mapping[str, Any]:
     """A mapping with text keys."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise wrong(what, value, advice, error)
+        raise invalid(what, value, advice, error)
     return value
 
 
 def function(value: Any, what: str, advice: str, error: Kind = DynaFlowError) -> Any:
     if not callable(value):
-        raise wrong(what, value, advice, error)
+        raise invalid(what, value, advice, error)
     return value

@@ -1,11 +1,9 @@
 """How long an operator takes, and which resources it uses: measured if possible, else by a roofline model.
 
 An operator is a list of phases, in each of which its use of resources is constant: attention is a matmul, a
-memory-bound
-kernel, and a matmul. A kernel takes as long as its scarcest resource, and at least the minimum time of a kernel. A
-measured
-time stretches the phases: the same bytes and FLOPs over a longer time use less bandwidth and compute, but SMs, links
-and copy engines are occupied throughout.
+memory-bound kernel, and a matmul. A kernel takes as long as its scarcest resource, and at least the minimum time of a
+kernel. A measured time stretches the phases: the same bytes and FLOPs over a longer time use less bandwidth and
+compute, but SMs, links and copy engines are occupied throughout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """From aten calls to kernels: what Inductor would launch for an operator, without compiling it.
 
 *Contract.* `Recorder` observes the aten calls of one run on fake tensors, and `kernels` returns what would be launched,
-in
-order. The run itself is not changed. Calls that are more than a loop over elements stay kernels of their own. Loops are
-fused if one uses the other's result and no kernel lies between them. A fused kernel's traffic is what it reads from
+in order. The run itself is not changed. Calls that are more than a loop over elements stay kernels of their own. Loops
+are fused if one uses the other's result and no kernel lies between them. A fused kernel's traffic is what it reads from
 outside, and those of its results that are used outside.
 """
 
@@ -324,9 +323,9 @@ class Recorder(_torch.TorchDispatchMode):
             for storage, count in call.reads.items():
                 if inputs_of[i].get(storage) not in inside:
                     reads[storage] = min(reads.get(storage, 0) + count, self._sizes[storage])
-            kept = {s: n for s, n in call.writes.items() if s in wanted or users[i] - inside}
-            writes |= kept
-            sizes |= {call.size} if kept else set()
+            used = {s: n for s, n in call.writes.items() if s in wanted or users[i] - inside}
+            writes |= used
+            sizes |= {call.size} if used else set()
         by_kernels = any(self._calls[u].kernels for i in members for u in users[i])
         if not writes or (largest <= _INLINED and not writes.keys() & wanted and not by_kernels):
             return []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dynaflow.core.chrome_trace import ChromeTrace
 from dynaflow.core.plan import Plan
-from dynaflow.core.plan_text import draw, resource_in_words
+from dynaflow.core.plan_text import draw, resource_label
 from dynaflow.cost.costs import RESOURCES
 
 BUSY = 0.93
@@ -73,9 +73,9 @@ class Simulation:
         return name if self.busy[name] >= BUSY else "chain"
 
     def __str__(self) -> str:
-        used = {resource_in_words(name, self.device): share for name, share in self.busy.items() if share >= 0.005}
+        used = {resource_label(name, self.device): share for name, share in self.busy.items() if share >= 0.005}
         uses = ", ".join(f"{name} {share:.0%}" for name, share in used.items())
-        limit = resource_in_words(self.limit, self.device)
+        limit = resource_label(self.limit, self.device)
         head = f"{self.seconds * 1e3:.3f} ms on {self.device}, limited by {limit}; in use: {uses or 'nothing'}"
         if self.plan.sequential:
             return f"{head}\n(the uncut graph, in sequence: {len(self.spans)} operators)"

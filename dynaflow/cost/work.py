@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import Shape
+from dynaflow.capture.captured_graph import Shape, concrete
 from dynaflow.core.fx_graphs import canonical
 from dynaflow.cost.kernels import Kernel, Recorder
 from dynaflow.partition.op_graph import Op, OpGraph
@@ -106,11 +105,11 @@ def operator_key(graph: OpGraph, op: Op) -> str:
     """Equal for operators that compute the same on inputs of the same shapes, for any batch, and in any process."""
     known = _known.setdefault(graph, {})
     if op.index not in known:
-        known[op.index] = hashlib.sha256(_text(graph, op).encode()).hexdigest()[:16]
+        known[op.index] = hashlib.sha256(operator_text(graph, op).encode()).hexdigest()[:16]
     return known[op.index]
 
 
-def _text(graph: OpGraph, op: Op) -> str:
+def operator_text(graph: OpGraph, op: Op) -> str:
     """The operator without its names: nodes by number, batch symbols by axis, other sizes as in the capture."""
     names = {s: sympy.Symbol(f"rows{i}") for i, axis in enumerate(graph.batch_axes) for s in axis}
     values = {s: sympy.Integer(n) for s, n in graph.graph.hints.items() if s not in names}
@@ -174,8 +173,7 @@ def _given(graph: OpGraph, value: int, values: Sizes) -> Any:
         given = graph.values[value].input
         symbol = graph.graph.inputs[given].symbol if given is not None else None
         return concrete(symbol, values) if symbol is not None else 1
-    size, stride = [concrete(s, values) for s in shape.size], [concrete(s, values) for s in shape.stride]
-    return torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
+    return shape.empty(values)
 
 
 def _crossing(graph: OpGraph, op: Op, values: Sizes) -> Kernel:

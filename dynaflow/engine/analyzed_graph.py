@@ -7,12 +7,12 @@ from typing import Any
 
 import sympy
 
-from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
+from dynaflow.capture.batch_analysis.probe import ProbeFailed, Unschedulable, probe
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.core.bounded import BoundedDict
 from dynaflow.schedule.split import request_count
 
-CUTS_KEPT = 32
+MAX_PARTITIONS = 32
 BatchAxes = tuple[frozenset[sympy.Symbol], ...]
 """The symbols that stand for the rows of the batch, and those for the requests of a ragged one."""
 
@@ -28,7 +28,7 @@ class AnalyzedGraph:
         self.size_positions = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
         """Of the inputs that are numbers: a plan is made for their values."""
         self._probes: dict[BatchAxes, Any] = {}
-        self.partitions = BoundedDict(CUTS_KEPT)
+        self.partitions = BoundedDict(MAX_PARTITIONS)
         """By the batch's symbols and a scheduler's rules: the OpGraph, also for schedulers to come that cut alike."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class AnalyzedGraph:
             except Unschedulable as e:
                 self.plain = str(e)
                 self._probes[batch_axes] = None
-            except Contradiction as e:
+            except ProbeFailed as e:
                 self.plain = None if batch_axes else str(e)
                 self._probes[batch_axes] = self.probe(()) if batch_axes else None
         return self._probes[batch_axes]

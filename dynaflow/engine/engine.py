@@ -18,7 +18,7 @@ from torch import fx
 
 from dynaflow import _torch
 from dynaflow.capture.batch_analysis.input_aliasing import InputAliasing, written_inputs
-from dynaflow.capture.batch_analysis.probe import Contradiction, Unschedulable, probe
+from dynaflow.capture.batch_analysis.probe import ProbeFailed, Unschedulable, probe
 from dynaflow.capture.captured_graph import BatchDims, CapturedGraph, DynamicDims, make_batch_dynamic
 from dynaflow.capture.dynamic_dims import mark_arguments
 from dynaflow.capture.higher_order import inline_subgraphs
@@ -26,7 +26,7 @@ from dynaflow.capture.joint_graph import JointGraph
 from dynaflow.capture.optimizer_ops import OptimizerInBackward
 from dynaflow.capture.result_aliasing import TraceMismatch, returns_or_writes, untraceable_views, views_returned
 from dynaflow.capture.serialize import has_example_args
-from dynaflow.capture.torch_modules import TRACED, keep_bags, leave_out_dropouts
+from dynaflow.capture.torch_modules import TRACED, remove_noop_dropouts, replace_embedding_bags
 from dynaflow.capture.trace_conditions import (
     declares_regions,
     opaque_features,
@@ -37,8 +37,9 @@ from dynaflow.capture.trace_conditions import (
 from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.stats import Stats
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
-from dynaflow.engine.planner import Facts, Planner, rules_of
-from dynaflow.engine.runner import GraphRunner, PlainRunner, Raiser
+from dynaflow.engine.planner import Facts, Planner
+from dynaflow.engine.runner import DeferredError, GraphRunner, PlainRunner
+from dynaflow.engine.user_code import rules_of
 from dynaflow.errors import NOT_FAILURES, DynaFlowError, fall_back
 from dynaflow.lower.compile_ops import Mode, Operators
 from dynaflow.lower.lower import CudaGraph, Lowerer, OnTask
@@ -85,7 +86,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         name: str = "model",
     ) -> None:
-        _torch.teach_dynamo(TRACED)
+        _torch.patch_dynamo(TRACED)
         self.name, self.offload = name, (offload_saved, offload_most)
         self.updates = None if optimizer is None else OptimizerInBackward(optimizer)
         self.batch_dims, self.verify, self.parameters = batch_dims, verify, parameters
@@ -107,7 +108,7 @@ class Engine:
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
-        self._breaks = _torch.breaks()
+        self._breaks = _torch.graph_break_reasons()
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
         requests = self._requests()
@@ -122,7 +123,7 @@ class Engine:
     def look_for_graphs(self) -> None:
         """After a first call: says why, if the model was not captured at all."""
         if not self.stats.graphs:
-            self.stats.plain_reasons.extend(_torch.breaks() - self._breaks or [NOT_CAPTURED])
+            self.stats.plain_reasons.extend(_torch.graph_break_reasons() - self._breaks or [NOT_CAPTURED])
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a captured graph."""
@@ -141,12 +142,12 @@ class Engine:
                 self.refuse(gm)
             if takes_nested(gm):
                 return self._plain(gm, "it takes nested tensors, whose sizes are no numbers")
-            left_out = leave_out_dropouts(gm)
+            left_out = remove_noop_dropouts(gm)
             training = wants_gradients(gm)
             if not training and returns_gradients(gm):
                 return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
             inline_subgraphs(gm, training=training)
-            keep_bags(gm)
+            replace_embedding_bags(gm)
             if training or opaque_features(gm) is not None:
                 if left_out and returns_or_writes(gm, left_out):  # AOTAutograd would not know what they are
                     return self._plain(gm, "what a dropout returns that drops nothing is returned or written")
@@ -154,7 +155,7 @@ class Engine:
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
         except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
             take_marks_back()
-            return Raiser(e)
+            return DeferredError(e)
         except Exception as e:
             if isinstance(e, NOT_FAILURES) or _torch.is_restart(e):
                 raise
@@ -180,21 +181,24 @@ class Engine:
         written: set[int] = set()
         engine_of = weakref.ref(self)  # AOTAutograd keeps `make`
 
-        def make(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
+        def runner(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
             engine = engine_of()
             try:
                 assert engine is not None, "captured by a compiled model that is gone"
-                written.update(_torch.written_inputs())
-                if training and engine.operators.mode == "eager":
-                    _torch.draw_by_seed(part)
-                return passes.call(engine._runner(passes.read(part, backward)).boxed, backward)
+                return engine._runner(passes.read(part, backward)).boxed
             except Exception as e:
                 ours.append(e)
                 if not backward or engine is None or engine.updates is not None or isinstance(e, NOT_FAILURES):
                     raise
                 engine.stats.plain_graphs += 1
                 engine.stats.plain_reasons.append(fall_back(e, f"the backward pass of {engine.name}"))
-                return _torch.boxed_forward(_torch.with_own_draws(part))
+                return _torch.boxed_forward(_torch.with_compiled_draws(part))
+
+        def make(part: fx.GraphModule, backward: bool) -> _torch.Boxed:
+            written.update(_torch.written_inputs())
+            if training and native:
+                _torch.draw_from_seeds(part)
+            return passes.call(part, backward, runner)
 
         try:
             made = _torch.compile_passes(
@@ -202,7 +206,7 @@ class Engine:
                 rewrite=self.rewrite, merge_calls=merge_calls,
             )  # fmt: skip
             made = self._unless_shared(made, gm, frozenset(written), strange) if written else made
-            return self._held(made, passes, gm) if training else made
+            return self._keep_engine(made, passes, gm) if training else made
         except Exception as e:
             if ours and isinstance(ours[0], TraceMismatch):
                 return self._plain(gm, str(ours[0]))
@@ -228,7 +232,7 @@ class Engine:
 
     def _plain(self, gm: fx.GraphModule, why: str) -> PlainRunner:
         self.stats.graphs += 1
-        self.stats.graph_breaks += _torch.is_part(gm)
+        self.stats.graph_breaks += _torch.is_partial_graph(gm)
         self.stats.plain_graphs += 1
         self.stats.plain_reasons.append(why)
         return PlainRunner(self.planner, gm, why)
@@ -249,10 +253,10 @@ class Engine:
         graph = CapturedGraph(copy_module(gm), self.parameters, self.batch_dims)
         try:
             return bool(InputAliasing(written_inputs(graph, probe(graph, ()))).find(given))
-        except (Contradiction, Unschedulable):  # it runs plainly in any case
+        except (ProbeFailed, Unschedulable):  # it runs plainly in any case
             return True
 
-    def _held(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
+    def _keep_engine(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
         """What AOTAutograd has made of the passes; what is to run backward holds the engine, since the compiled model
         may be gone by then. `gm`: what runs in forward-mode AD, which AOTAutograd's function knows nothing of."""
         engine_of = weakref.ref(self)
@@ -263,7 +267,7 @@ class Engine:
             if _torch.in_forward_mode():
                 return plain(*args)
             results = made(*args)
-            _torch.hold(engine_of(), results)
+            _torch.keep_alive(engine_of(), results)
             if notes:
                 _torch.note_unused(results)
             if any(results[i].requires_grad for i in without):

@@ -21,12 +21,12 @@ from dynaflow.schedule.context import ScheduleContext
 from dynaflow.schedule.plan_store import PLAIN, fact_value
 from dynaflow.schedule.split import Requests, requests_of
 
-MOST = 1024
+MAX_ENTRIES = 1024
 """Entries of each table."""
 
 
 def _table() -> BoundedDict:
-    return BoundedDict(MOST)
+    return BoundedDict(MAX_ENTRIES)
 
 
 class PlanRequest:
@@ -77,7 +77,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class ScheduledPlan:
     """A scheduler's decision for a request, not yet lowered."""
 
     plan: Plan
@@ -127,7 +127,7 @@ class PlanCache:
 
     def __post_init__(self) -> None:
         scheduler = self.scheduler
-        self.plans = BoundedDict(MOST, self.forgotten)
+        self.plans = BoundedDict(MAX_ENTRIES, self.forgotten)
         self.chooses, self.has_key = defines(scheduler, "choose"), defines(scheduler, "key")
         self.pads = defines(scheduler, "bucket")
         elastic = validate.flag(scheduler.elastic, f"{type(scheduler).__name__}.elastic", ScheduleError)
@@ -192,7 +192,7 @@ class ReadyPlans:
 
     def remember(self, request: PlanRequest, names: set[str], lowered: Executable) -> None:
         """`names`: the facts that were read on the way to this plan."""
-        if len(self._plans) >= MOST:
+        if len(self._plans) >= MAX_ENTRIES:
             self._plans.clear()
             self._names.clear()
         facts, sizes = request.facts, request.sizes

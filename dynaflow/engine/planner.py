@@ -1,89 +1,97 @@
-"""From a call's arguments to the plan that runs for them: found, or made and lowered.
+"""From a request to an executable: found in the plan cache, or made and lowered.
 
-A Planner belongs to one compiled model. Plans belong to a scheduler (its PlanCache); operators, threads and streams to
-the model, so another scheduler finds them ready.
+The parts of the way have modules of their own: `scheduler_chain` finds the scheduler that plans a request, and
+`plan_maker` has it make the plan.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
-from functools import partial
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
-
-import torch
 
 from dynaflow.core import forks, validate
 from dynaflow.core.plan import Plan
 from dynaflow.core.stats import Stats
 from dynaflow.engine.analyzed_graph import AnalyzedGraph
-from dynaflow.engine.plan_cache import Choice, PlanCache, Planned, PlanRequest, ReadyPlans
-from dynaflow.engine.snapshot import NoRoom, copied
-from dynaflow.engine.trials import Trials
-from dynaflow.errors import DynaFlowError, PartitionError, ScheduleError, SplitError, raised_at, shown
+from dynaflow.engine.plan_cache import PlanCache, PlanRequest, ReadyPlans, ScheduledPlan
+from dynaflow.engine.plan_maker import PlanMaker
+from dynaflow.engine.scheduler_chain import SchedulerChain
+from dynaflow.engine.scheduler_trials import SchedulerTrials
+from dynaflow.engine.user_code import call_method, call_user
+from dynaflow.errors import DynaFlowError, ScheduleError, shown
 from dynaflow.lower.executable import Executable
 from dynaflow.lower.lower import Lowerer
 from dynaflow.lower.padding import Batch, Padding
-from dynaflow.partition.op_graph import OpGraph
-from dynaflow.partition.partition import partition
-from dynaflow.partition.rules import SplitFunc, SplitModule
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
-from dynaflow.schedule.check import check
-from dynaflow.schedule.context import ScheduleContext
-from dynaflow.schedule.plan_store import StoredPlan, frozen, functions_of, hashable, registered
-from dynaflow.schedule.rank_consensus import Meetings
+from dynaflow.schedule.rank_consensus import RankConsensus
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-CHOICES = 8
-"""How many schedulers may choose another one in a row."""
-
 
 class PlanReady(BaseException):
-    """Ends a call that was made for its plan alone. No error: it must pass through `except Exception`.
+    """Ends a call that was made only for its plan. It is not an error, and must pass through `except Exception`.
 
-    The arguments of a captured graph exist nowhere but in the code that Dynamo has made of the model, and that code
-    goes on with the graph's results. So to have a call's plan and no results is to leave that code.
+    The arguments of a captured graph exist only inside the code that Dynamo has generated for the model, and that code
+    continues with the graph's results. The only way to get the plan without running the graph is to leave that code.
     """
 
-    def __init__(self, lowered: Executable, note: Any, trials: Trials) -> None:
+    def __init__(self, lowered: Executable, note: Any, trials: SchedulerTrials) -> None:
         self.lowered, self.plan, self.graph = lowered, lowered.plan, lowered.graph
         self.note, self.trials = note, trials
 
 
 class _Local(threading.local):
-    """What belongs to the call that a thread is making."""
+    """State of the call that a thread is making."""
 
     facts: Mapping[str, Any] | None = None
     plan_only = False
 
 
 class Planner:
+    """Plans the requests of one compiled model.
+
+    Plans belong to a scheduler (its PlanCache). Operators, threads and streams belong to the model, and are reused when
+    the scheduler changes.
+
+    Contract
+    - Consumes a PlanRequest: a captured graph, the arguments of a call, and the facts.
+    - Returns an Executable, or None when the graph can't be scheduled at all.
+    - Does not run the graph, nor change the arguments. Makes each plan once, under `lock`.
+    - Errors with what the scheduler's methods raise (ScheduleError, at the user's line), or what `check` finds.
+    """
+
     def __init__(
         self, scheduler: OpSchedulerBase, lowerer: Lowerer, facts: Facts, stats: Stats, *, check: bool, name: str
     ) -> None:
-        self.lowerer, self.stats, self.check_plans, self.name = lowerer, stats, check, name
+        self.lowerer, self.stats, self.name = lowerer, stats, name
         self.lock = forks.rlock()
         self.local = _Local()
         self._facts = facts
         self.own_facts: Mapping[str, Any] | None = facts if type(facts) is dict else None
-        """Those that are the same in each call; None if they have to be asked for."""
+        """The facts, if they are a plain dict; None if they must be evaluated in each call."""
         self.epoch = object()
-        """Another one as soon as plans that were found before may not be those to run."""
+        """Replaced whenever plans that were found before may be out of date."""
         self.ready_plans: MutableMapping[Any, ReadyPlans] = WeakKeyDictionary()
-        """By runner: those of this epoch."""
+        """By runner: the plans of this epoch."""
         self.cache = self._cache_of(scheduler)
         self.verified: WeakSet[Executable] = WeakSet()
-        """Those whose first run was compared with the plain model's."""
-        self.deciding: list[threading.Thread] = []
-        self._meetings = Meetings()
+        """Executables whose first run was compared with the plain model's."""
+        self._maker = PlanMaker(stats, self.lock, check=check)
+        self._chain = SchedulerChain(self._maker, self._trials, self.lock, self.renew)
+        self._consensus = RankConsensus()
         self._forked = False
-        forks.tell(self)
+        forks.register(self)
+
+    @property
+    def deciding(self) -> list[threading.Thread]:
+        """Threads in which schedulers choose in the background."""
+        return self._chain.threads
 
     def after_fork(self) -> None:
-        self.deciding.clear()
+        self._chain.threads.clear()
         self._forked = True
         self.renew()
 
@@ -94,7 +102,7 @@ class Planner:
         self.use(self._cache_of(scheduler))
 
     def use(self, cache: PlanCache) -> None:
-        """From the next call on, its scheduler decides."""
+        """Its scheduler plans all calls from now on."""
         self.cache = cache
         self.renew()
 
@@ -102,20 +110,20 @@ class Planner:
         return PlanCache(checked_scheduler(scheduler), self.renew)
 
     def plans(self) -> list[Plan]:
-        """All that are kept."""
+        """All plans in the cache."""
         with self.lock:
             return self.cache.all_plans()
 
     def facts(self) -> Mapping[str, Any]:
         base = self._facts
         if callable(base):
-            base = _called(base, "facts()", "mend it: it is asked in each call")
-        if type(base) is not dict:  # that is the usual kind, and this is asked in each call
+            base = call_user(base, "facts()", "fix it: it is called in each call")
+        if type(base) is not dict:  # the usual case, on the path of each call
             base = validate.mapping(base, "facts()", 'return a mapping: {"phase": "decode"}')
         return {**base, **self.local.facts} if self.local.facts else base
 
     def planned(self, call: Callable[[], Any], facts: Mapping[str, Any] | None = None) -> PlanReady | None:
-        """What a call would run, lowered but not run; None if it comes to no graph. `facts`: beside those it has."""
+        """The plan that a call would run, lowered; None if it reaches no graph. `facts`: additional ones."""
         local, before = self.local, self.local.facts
         local.plan_only, local.facts = True, facts or before
         try:
@@ -127,123 +135,31 @@ class Planner:
         return None
 
     def ready(self, request: PlanRequest, lowered: Executable) -> PlanReady:
-        """What such a call ends with."""
-        choice = self.cache.choices.get(self._choice_key(self.cache, request))
+        """The exception that ends such a call."""
+        choice = self.cache.choices.get(self._maker.choice_key(self.cache, request))
         return PlanReady(lowered, choice and choice.note, self._trials(self.decider(request), request))
 
-    # Who decides
+    # Which scheduler
 
     def request(self, graph: AnalyzedGraph, args: list[Any]) -> PlanRequest:
         return PlanRequest(graph, args, self.facts())
 
     def decider(self, request: PlanRequest) -> PlanCache:
-        """The cache of whoever decides about this request."""
+        """The cache of the scheduler that plans this request."""
         if self._forked and request.graph.graph.device.type == "cuda":
             raise DynaFlowError(
                 f"{self.name} runs on CUDA, which can't be used in a process that was forked after its first use",
                 advice='start the process by "spawn": torch.multiprocessing.set_start_method("spawn")',
             )
-        return self._decider(request)[-1]
+        return self._chain.find(self.cache, request)[-1]
 
-    def _decider(self, request: PlanRequest) -> list[PlanCache]:
-        """And before it, those that left it to another."""
-        chain = [self.cache]
-        while (cache := chain[-1]).chooses:
-            if len(chain) > CHOICES + 1:
-                raise ScheduleError(
-                    f"{type(cache.scheduler).__name__}.choose() never comes to an end: "
-                    f"{CHOICES} schedulers in a row have handed the call to another one",
-                    advice="return self, or a scheduler without a choose() of its own",
-                )
-            if (choice := cache.choices.get(self._choice_key(cache, request))) is None:
-                with self.lock:
-                    choice = self._choose(cache, request)
-            if choice.cache is cache:
-                break
-            chain.append(choice.cache)
-        return chain
-
-    def _choose(self, cache: PlanCache, request: PlanRequest) -> Choice:
-        graph, note, later = self._graph(cache, request), None, None
-        chosen = cache.scheduler
-        if graph is not None:
-            ctx = request.new_context(graph)
-            ctx.trials = self._trials(cache, request)
-            chosen = checked_scheduler(_user(cache.scheduler, "choose", ctx))
-            cache.note_read(request, ctx.facts.read)
-            note, later = ctx.note, ctx.later
-        key = self._choice_key(cache, request)
-        if later is not None:
-            note = self._decide_later(cache, key, ctx)
-        cache.choose(key, chosen, note)
-        return cache.choices[key]
-
-    def _decide_later(self, cache: PlanCache, key: Hashable, ctx: ScheduleContext) -> Any:
-        """In a thread of its own, on copies: callers go on using the arguments. Returns what there is to say by now."""
-        later, trials = ctx.later, ctx.trials
-        assert later is not None and isinstance(trials, Trials)
-        try:
-            trials.request = trials.request.with_args(copied(trials.args, keep=trials.owned))
-        except NoRoom as e:
-            return str(e)
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-        def decide() -> None:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                try:
-                    chosen = checked_scheduler(later(ctx))
-                except Exception as e:
-                    chosen, ctx.note = None, f"tuning failed: {type(e).__name__}: {e}"
-            with self.lock:
-                decided = chosen or cache.choices.get(key, Choice(cache, None)).cache.scheduler
-                cache.choose(key, decided, ctx.note)
-                self.renew()
-            trials.request.args = ()
-
-        thread = threading.Thread(target=decide, name="dynaflow-tune", daemon=True)
-        self.deciding.append(thread)
-        thread.start()
-        return ctx.note
-
-    def _trials(self, cache: PlanCache, request: PlanRequest) -> Trials:
-        return Trials(cache, request, self.lowerer, self.lock, self._plan, self._make)
-
-    # Under what a decision is kept
-
-    def _choice_key(self, cache: PlanCache, request: PlanRequest) -> Hashable:
-        """Of a choice: the scheduler's own key, or the situation."""
-        return (request.graph, self._own_key(cache, request)) if cache.has_key else cache.situation(request)
-
-    def _plan_key(self, cache: PlanCache, request: PlanRequest) -> Hashable:
-        if not cache.has_key:
-            return cache.situation(request)
-        # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
-        lengths = frozen(request.facts.get("num_tokens"))
-        return (request.graph, request.sizes, lengths, self._own_key(cache, request))
-
-    def _own_key(self, cache: PlanCache, request: PlanRequest) -> Hashable:
-        """What the scheduler's `key` says. It is asked once for the same sizes and the same facts that it read."""
-        if cache in request.own_keys:
-            return request.own_keys[cache]
-        keeps = "num_tokens" not in request.facts  # of which the context knows more than what was read
-        if keeps and (place := cache.situation(request)) in cache.own_keys:
-            own: Hashable = cache.own_keys[place]
-            return own
-        with self.lock:
-            graph = self._graph(cache, request)
-            if graph is None:
-                return None
-            ctx = request.context(cache, graph)
-            own = request.own_keys[cache] = _key_of(cache.scheduler, ctx)
-            if keeps:
-                cache.note_read(request, ctx.facts.read)
-                cache.own_keys[cache.situation(request)] = own
-            return own
+    def _trials(self, cache: PlanCache, request: PlanRequest) -> SchedulerTrials:
+        return SchedulerTrials(cache, request, self.lowerer, self.lock, self._maker.plan, self._make)
 
     def facts_read(self, request: PlanRequest) -> set[str]:
-        """On the way to the plan for this request."""
+        """The names of the facts that schedulers read to plan this request."""
         names: set[str] = set()
-        for cache in self._decider(request):
+        for cache in self._chain.find(self.cache, request):
             names.update(cache.facts_read.get((request.graph, request.sizes), ()))
             if cache.has_key:
                 names.add("num_tokens")
@@ -253,22 +169,22 @@ class Planner:
 
     def find(self, cache: PlanCache, request: PlanRequest) -> Executable | None:
         """The plan for this request; None when the graph can't be scheduled at all."""
-        found = self._stretched(cache, request) if cache.elastic else None
+        found = self._resized(cache, request) if cache.elastic else None
         if found is None:
-            found = cache.plans.get(self._plan_key(cache, request))
+            found = cache.plans.get(self._maker.plan_key(cache, request))
         if found is not None:
             self.stats.replays += 1
             return found
         with self.lock:
             return self._make(cache, request)
 
-    def _stretched(self, cache: PlanCache, request: PlanRequest) -> Executable | None:
-        """A plan made for another batch, with the cuts of this one."""
+    def _resized(self, cache: PlanCache, request: PlanRequest) -> Executable | None:
+        """A shape-polymorphic plan that was made for another batch size, with the cuts of this batch."""
         with self.lock:
-            graph = self._graph(cache, request)
+            graph = self._maker.graph(cache, request)
             if graph is None:
                 return None
-            elastic = cache.elastic.get((request.graph, graph.batch_axes, self._own_key(cache, request)))
+            elastic = cache.elastic.get((request.graph, graph.batch_axes, self._maker.own_key(cache, request)))
             ctx = request.context(cache, graph)
             if elastic is None or elastic.parts > ctx.max_parts:
                 return None
@@ -276,17 +192,17 @@ class Planner:
             return found
 
     def padding(self, cache: PlanCache, request: PlanRequest) -> tuple[Padding, Batch] | None:
-        """How the batch is to be padded; None if it stays as it is."""
+        """How the batch is padded, by the scheduler's `bucket`; None if it is not."""
         with self.lock:
-            graph = self._graph(cache, request)
+            graph = self._maker.graph(cache, request)
             if graph is None or not graph.batch_axes:
                 return None
             rows = request.batch[1][next(iter(graph.batch_axes[0]))]
-            padded = _user(cache.scheduler, "bucket", rows)
+            padded = call_method(cache.scheduler, "bucket", rows)
             if not validate.is_integer(padded) or not rows <= padded <= rows << 20:
                 raise ScheduleError(
                     f"{type(cache.scheduler).__name__}.bucket({rows}) returned {shown(padded)}",
-                    advice="return a number of rows that is no smaller than the batch, nor a million times as large",
+                    advice="return a number of rows between the size of the batch and a million times that",
                 )
             if padded == rows:
                 return None
@@ -296,14 +212,14 @@ class Planner:
             return cache.paddings[place], Batch(request.values, rows, int(padded))
 
     def _make(self, cache: PlanCache, request: PlanRequest) -> Executable | None:
-        key = self._plan_key(cache, request)
-        if key in cache.plans:  # another thread made it meanwhile
+        key = self._maker.plan_key(cache, request)
+        if key in cache.plans:  # made by another thread in the meantime
             found: Executable = cache.plans[key]
             return found
-        made = self._plan(cache, request)
+        made = self._maker.plan(cache, request)
         if made is None:
             return None
-        self._meetings.agree(made.plan, made.graph)
+        self._consensus.verify(made.plan, made.graph)
         start = time.perf_counter()
         lowered = self._elastic(cache, request, made) if cache.is_elastic else None
         if lowered is None:
@@ -312,17 +228,17 @@ class Planner:
         stats.lower_seconds += time.perf_counter() - start
         stats.plans += 1
         stats.operators_compiled, stats.operators_shared = operators.compiled, operators.shared
-        cache.plans[self._plan_key(cache, request)] = lowered
+        cache.plans[self._maker.plan_key(cache, request)] = lowered
         return lowered
 
-    def _elastic(self, cache: PlanCache, request: PlanRequest, made: Planned) -> Executable | None:
-        """A function that serves other sizes under the scheduler's key as well; None if there is none."""
-        place = (request.graph, made.graph.batch_axes, self._own_key(cache, request))
+    def _elastic(self, cache: PlanCache, request: PlanRequest, made: ScheduledPlan) -> Executable | None:
+        """A shape-polymorphic executable, for all batch sizes under the scheduler's key; None if there is none."""
+        place = (request.graph, made.graph.batch_axes, self._maker.own_key(cache, request))
         if place not in cache.patterns or place in cache.elastic:
             return None
         plan, values = made.plan, request.values
         known = (e for e in cache.elastic.values() if e.carries_out(plan, made.graph, made.functions))
-        elastic = next((e for e in known if e.at(plan, values)), None)  # decided the same under another key
+        elastic = next((e for e in known if e.at(plan, values)), None)  # the same plan under another key
         elastic = elastic or self.lowerer.elastic(plan, made.graph, values, made.functions)
         if elastic is None:
             return None
@@ -330,133 +246,9 @@ class Planner:
         found: Executable | None = elastic.at(plan, values)
         return found
 
-    def _plan(self, cache: PlanCache, request: PlanRequest) -> Planned | None:
-        """The scheduler's plan for this request, checked; None when the graph can't be scheduled at all."""
-        graph = self._graph(cache, request)
-        if graph is None:
-            return None
-        ctx = request.new_context(graph)
-        start = time.perf_counter()
-        stored = loaded = place = None
-        if cache.has_key:
-            place = (request.graph, graph.batch_axes, self._own_key(cache, request))
-        pattern = cache.patterns.get(place)
-        if pattern is not None and len(pattern[0].micro_batches) <= ctx.max_parts:
-            plan, functions = ctx.resized(pattern[0]), pattern[1]
-        else:
-            # Made now: schedule() may change the scheduler.
-            stored = _called(
-                partial(StoredPlan, cache.scheduler, graph, request.sizes, ctx, request.facts),
-                f"the scheduler {type(cache.scheduler).__name__}", "mend cache_key()",
-            )  # fmt: skip
-            loaded = None if cache.is_elastic else stored.load()  # which does not tell what else it would serve
-            if loaded is not None:
-                plan, functions = loaded
-                self.stats.plans_loaded += 1
-            else:
-                plan, functions = self._schedule(cache.scheduler, ctx, request.graph.graph.partial)
-                if place is not None and ctx.even_split is not None:
-                    cache.patterns[place] = (plan, functions)
-        checked_at = time.perf_counter()
-        if self.check_plans:
-            check(plan, graph, ctx.batch_size, ctx.facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
-        self.stats.schedule_seconds += checked_at - start
-        self.stats.check_seconds += time.perf_counter() - checked_at
-        if stored is not None and loaded is None:
-            self.stats.plans_stored += stored.store(plan, functions)
-        if not cache.has_key:
-            cache.note_read(request, ctx.facts.read)
-        return Planned(plan=plan, graph=graph, functions=functions, values=request.batch[1])
-
-    def _schedule(self, scheduler: OpSchedulerBase, ctx: ScheduleContext, part: bool) -> tuple[Plan, Mapping[str, Any]]:
-        self.stats.scheduler_calls += 1
-        try:
-            result = _user(scheduler, "schedule", ctx)
-        except SplitError as e:
-            if ctx.can_split or not (part or ctx.phase == "backward"):
-                raise
-            # A part of a model that breaks the graph may well have no batch, and a backward pass nothing but gradients
-            # of weights, as where all below the head is frozen: that is nobody's mistake.
-            self.stats.plain_graphs += 1
-            self.stats.plain_reasons.append(str(e))
-            return ctx.whole(), {}
-        if result is not None and not isinstance(result, Plan):
-            raise ScheduleError(
-                f"{type(scheduler).__name__}.schedule() returned {shown(result)}",
-                advice="return nothing, ctx.sequential(), or a Plan",
-            )
-        if isinstance(result, Plan):
-            return result, functions_of(result, {**registered(scheduler.functions), **ctx.functions})
-        return ctx.finish(), ctx.functions
-
-    def _graph(self, cache: PlanCache, request: PlanRequest) -> OpGraph | None:
-        """The graph cut as the scheduler wants it; None if it can't be scheduled."""
-        analyzed = request.graph
-        if analyzed.plain:
-            return None
-        batch_axes = request.batch[0]
-        place = (analyzed, batch_axes)
-        if place not in cache.graphs:
-            start = time.perf_counter()
-            if cache.rules is None:
-                cache.rules = rules_of(cache.scheduler)
-            found = analyzed.probe(batch_axes)
-            if found is None:
-                self.stats.plain_graphs += 1
-                self.stats.plain_reasons.append(analyzed.plain or "")
-                return None
-            complete = not self.stats.graph_breaks and analyzed.graph.phase != "backward"
-            cut = (batch_axes, cache.rules, complete)
-            if cut not in analyzed.partitions:  # of other schedulers, which cut the same way
-                analyzed.partitions[cut] = partition(analyzed.graph, found, cache.rules, complete=complete)
-                self.stats.partitions += 1
-            cache.graphs[place] = analyzed.partitions[cut]
-            self.stats.partition_seconds += time.perf_counter() - start
-        graph: OpGraph = cache.graphs[place]
-        return graph
-
     def marked(self, lowered: Executable, row: bool = False) -> Executable:
-        """The same plan for a recording; with `row`, its calls one after the other."""
-        if (known := lowered.known_marked(row)) is not None:  # a tuner that compiles may hold the lock for long
+        """The same plan with timing marks, for a recording; with `row`, its calls run one after the other."""
+        if (known := lowered.known_marked(row)) is not None:  # a tuner may hold the lock for long while it compiles
             return known
         with self.lock:
             return lowered.marked(row)
-
-
-def _user(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:
-    """Calls a scheduler's method."""
-
-    def call() -> Any:
-        found = getattr(scheduler, method)(*args)
-        return list(found) if method == "partition" and isinstance(found, Iterator) else found
-
-    advice = f"mend {method}(), or the options that it was given"
-    return _called(call, f"the scheduler {type(scheduler).__name__}", advice)
-
-
-def _called(code: Callable[[], Any], name: str, advice: str) -> Any:
-    """What the user's code returns; what it raises names the line."""
-    try:
-        return code()
-    except DynaFlowError:
-        raise
-    except Exception as e:
-        raise ScheduleError(f"{name} raised {type(e).__name__}: {e}", line=raised_at(e), advice=advice) from e
-
-
-def _key_of(scheduler: OpSchedulerBase, ctx: ScheduleContext) -> Hashable:
-    own: Hashable = hashable(_user(scheduler, "key", ctx), f"what {type(scheduler).__name__}.key() returned")
-    return own
-
-
-def rules_of(scheduler: OpSchedulerBase) -> tuple[Any, ...]:
-    """Where a scheduler cuts graphs."""
-    found = _user(scheduler, "partition")
-    rules = tuple([found] if (listed := validate.members(found)) is None else listed)
-    for rule in rules:
-        if not isinstance(rule, (SplitModule, SplitFunc)):
-            raise PartitionError(
-                f"{type(scheduler).__name__}.partition() returned {shown(rule)}",
-                advice="return a list of SplitModule and SplitFunc; an empty one, if there is nothing to cut",
-            )
-    return rules

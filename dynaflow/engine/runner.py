@@ -215,7 +215,7 @@ class PlainRunner:
         return self._gm(*args)
 
 
-class Raiser:
+class DeferredError:
     """Stands for a graph whose capture failed with an error of the user's."""
 
     def __init__(self, error: DynaFlowError) -> None:

@@ -39,8 +39,8 @@ class Snapshot:
         written = {v.input for v in graph.values if v.input is not None and v.storage in graph.written}
         inputs = [args[i] for i in sorted(written)]
         _check_room(inputs)
-        self._kept = [(t, t.clone()) for t in inputs]
+        self._copies = [(t, t.clone()) for t in inputs]
 
     def restore(self) -> None:
-        for tensor, copy in self._kept:
+        for tensor, copy in self._copies:
             tensor.copy_(copy)

@@ -101,7 +101,7 @@ def _explain(lowered: Executable, args: Sequence[Any], what: str, problem: str) 
 
 def _draws(op: Op) -> bool:
     """Random numbers: from the generator, or again from a seed that it gave before."""
-    return any(storage == RNG for storage, _ in op.accesses) or _torch.draws_again(op.module)
+    return any(storage == RNG for storage, _ in op.accesses) or _torch.draws_from_seeds(op.module)
 
 
 def _plain_values(graph: OpGraph, args: Sequence[Any], given: Mapping[int, Any]) -> dict[int, Any]:

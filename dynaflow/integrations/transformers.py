@@ -182,23 +182,23 @@ class Phase:
         self._plain, self._fullgraph = _with_equal_lengths(plain), options["fullgraph"]
         given = options.get("facts") or {}
         facts = (lambda: {"phase": name, **given()}) if callable(given) else {"phase": name, **given}
-        self._any = api.compile(self._plain, scheduler, **{"dynamic_dims": LENGTHS, **options, "facts": facts})
+        self.compiled = api.compile(self._plain, scheduler, **{"dynamic_dims": LENGTHS, **options, "facts": facts})
         self._functions: dict[Any, api.CompiledModel] = {}
 
     @property
     def stats(self) -> Stats:
         """Counters of what was captured, planned and run."""
-        return self._any.stats
+        return self.compiled.stats
 
     def set_scheduler(self, scheduler: OpSchedulerBase) -> None:
-        self._any.set_scheduler(scheduler)
+        self.compiled.set_scheduler(scheduler)
 
     def function(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> api.CompiledModel:
         """Returns the function for these arguments."""
         given = [name for name, value in kwargs.items() if value is not None]
         kind = (_tokens(args, kwargs).size(0) == 1, len(args), *given)
         if kind not in self._functions:
-            engine, options = self._any._df_engine, self._any._df_options
+            engine, options = self.compiled._df_engine, self.compiled._df_options
             self._functions[kind] = api.CompiledModel(self._plain, engine, self._fullgraph, options)
         return self._functions[kind]
 

@@ -83,9 +83,14 @@ class CacheMemory:
             self._pool = []
 
     @property
-    def nbytes(self) -> int:
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Of all blocks."""
         with self._lock:
-            return sum(storage.nbytes() for blocks in self._pool for storage in blocks.storages)
+            return [storage for blocks in self._pool for storage in blocks.storages]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages)
 
 
 class _Shape(NamedTuple):
@@ -109,7 +114,7 @@ class _Blocks:
 
     @property
     def free(self) -> bool:
-        return all(_torch.storage_users(storage) == 1 for storage in self.storages)
+        return all(_torch.storage_use_count(storage) == 1 for storage in self.storages)
 
     def tensors(self, shapes: list[_Shape]) -> list[torch.Tensor]:
         """Returns a zeroed tensor for each shape, at the start of its block: an earlier call may have left NaNs."""

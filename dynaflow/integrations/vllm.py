@@ -73,7 +73,7 @@ def _configure(post_init: Callable[..., None], config: Any) -> None:
                 raise DynaFlowError(f"option {name!r} is not for vLLM", advice=f"the options are {', '.join(OPTIONS)}")
         scheduler_of(**options)
         if not (why := _refusal(config)):
-            return _take_over(config, options["operators"], post_init)
+            return take_over(config, options["operators"], post_init)
         _stay_out(why)
     post_init(config)
 
@@ -102,7 +102,7 @@ def _refusal(config: Any) -> str:
     return next((f"it was not tried with {what}" for what, there in untried.items() if there), "")
 
 
-def _take_over(config: Any, operators: str, post_init: Callable[..., None]) -> None:
+def take_over(config: Any, operators: str, post_init: Callable[..., None]) -> None:
     """Makes vLLM compile the whole forward pass once, with our backend."""
     from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.platforms import current_platform
@@ -134,7 +134,7 @@ def _is_piecewise(usual: Callable[..., bool], compilation: Any) -> bool:
     return compilation.backend == BACKEND or usual(compilation)
 
 
-def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+def with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Adds a metadata builder for each micro-batch."""
     if vllm_config.compilation_config.backend != BACKEND:
         return create(group, vllm_config, *args, **kwargs)
@@ -143,7 +143,7 @@ def _with_builders(create: Callable[..., None], group: Any, vllm_config: Any, *a
     record_builds(group, HOOKS.wrap)
 
 
-def _with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
+def with_blocks(initialize: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
     """Checks each step for requests that share cache blocks, where prefix caching is on."""
     initialize(wrapper, *args, **kwargs)
     config, runner = wrapper.vllm_config, wrapper.worker.model_runner
@@ -183,12 +183,12 @@ HOOKS = Hooks(
         ),
         Hook(
             target="vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
-            function=_with_builders,
+            function=with_builders,
             why="adds a metadata builder for each micro-batch",
         ),
         Hook(
             target="vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config",
-            function=_with_blocks,
+            function=with_blocks,
             why="hooks each worker, below",
         ),
         Hook(
@@ -215,10 +215,10 @@ class Graph(SerializableGraph):
         from vllm.utils.torch_utils import LayerName
 
         by_rows("vllm::*", "_C::*", "_moe_C::*", flat=True)  # they treat each token by itself, or with its request
-        collective("vllm::all_reduce", "vllm::minimax_qk_norm_fusion", group="group_name", named=_torch_group)
-        collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=_torch_group)
-        collective("_C::shm_allreduce", group="handle", named=_torch_group)
-        collective("_C::shm_all_gather", group="handle", dim=0, named=_torch_group)
+        collective("vllm::all_reduce", "vllm::minimax_qk_norm_fusion", group="group_name", named=torch_group)
+        collective("vllm::all_gather", "vllm::reduce_scatter", group="group_name", dim="dim", named=torch_group)
+        collective("_C::shm_allreduce", group="handle", named=torch_group)
+        collective("_C::shm_all_gather", group="handle", dim=0, named=torch_group)
         given, compilation = {"operators": "eager", **(options_of(self.host) or {})}, self.host.compilation_config
         scheduler = in_vllm(given.pop("scheduler", None), given.pop("scheduler_options", None))
         layers = RowAwareLayers(compilation.static_forward_context)
@@ -228,11 +228,11 @@ class Graph(SerializableGraph):
             layers.declare()
             opaque_ops(f"{ROW_AWARE}::moe_forward*", capturable=True)  # experts don't depend on requests
             rows = {"facts": lambda: Step.now.facts, "batch_dims": source.dims if any(source.dims.values()) else None}
-        engine = api._engine(None, {**given, **rows, "scheduler": scheduler})
+        engine = api.new_engine(None, {**given, **rows, "scheduler": scheduler})
         # vLLM's own passes need the older form of auto-functionalized calls, which copies views.
         engine.operators.settings = compilation.inductor_compile_config | {"enable_auto_functionalized_v2": True}
         if compilation.cudagraph_mode.has_piecewise_cudagraphs():
-            engine.operators.captured = functools.partial(_captured, self.host)
+            engine.operators.captured = functools.partial(captured_pieces, self.host)
         run = engine.backend(gm, inputs)
         return run if source is None else Forward(run, source, engine, layers.why_whole)
 
@@ -282,7 +282,7 @@ class RowAwareLayers:
             by_rows(f"{ROW_AWARE}::{op}", follows=["kv_cache_dummy_dep"], state=sorted(states), flat=True)
 
 
-def _captured(config: Any, calls: list[Any]) -> list[Any]:
+def captured_pieces(config: Any, calls: list[Any]) -> list[Any]:
     """The pieces of the forward pass in sequence, captured as vLLM does: in its runs without metadata."""
     from vllm.compilation.cuda_graph import CUDAGraphOptions, CUDAGraphWrapper
     from vllm.config import CUDAGraphMode
@@ -302,7 +302,7 @@ def in_vllm(scheduler: Any = None, scheduler_options: Any = None) -> Serving:
     return serving(scheduler_of(scheduler, scheduler_options, tuning=0.0), max_parts=PARTS, in_turns=True)
 
 
-def _torch_group(given: str | int) -> str:
+def torch_group(given: str | int) -> str:
     """Torch's name of a group, given vLLM's name or, on CPU, the handle of its shared memory."""
     from vllm.distributed.parallel_state import _groups
 

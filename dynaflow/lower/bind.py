@@ -3,8 +3,8 @@
 Contract
     Takes a checked plan, its graph, and the units that `make_units` made of its tasks.
     Returns a Program that computes the plan: steps in the plan's order, on its lanes, with its waits. Buffers have no
-    place yet and nothing is let go: see `liveness` and `memory`.
-    Compiles the operators for the sizes at hand.
+    memory yet and nothing is freed: see `liveness` and `memory`.
+    Compiles the operators for the given sizes.
     Raises NotElastic if the program has to serve all sizes and something in it can't, and what the compiler raises.
 
 Steps
@@ -14,8 +14,8 @@ Steps
        that joins several.
     4. The results are joined for the whole batch.
 
-Splitting is by view. Micro-batches of a value that are made apart and used together are slices of one buffer where
-their makers can write into it, and are copied together where they can't.
+Splitting is by view. Micro-batches of a value that are made separately and used together are slices of one buffer if
+their operators can write into it, and are concatenated if not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import OpaqueValue, Shape, per_row
+from dynaflow.capture.captured_graph import OpaqueValue, Shape, concrete, per_row
 from dynaflow.core.memory_layout import is_dense
 from dynaflow.core.plan import MicroBatch, Plan
 from dynaflow.lower.compile_ops import Condition, Operators, Sizes, Source, strides_of
@@ -54,11 +53,11 @@ from dynaflow.lower.out_variants import write_into
 from dynaflow.partition.op_graph import Op, OpGraph, Value
 from dynaflow.runtime import joins
 from dynaflow.runtime.arena import View
-from dynaflow.schedule.context import fusion_values
+from dynaflow.schedule.fusion import fusion_values
 
 
 class NotElastic(Exception):
-    """Something in the program depends on the size of the batch in a way that code can't follow."""
+    """Something in the program depends on the batch size in a way that generated code can't express."""
 
 
 def bind(
@@ -83,8 +82,8 @@ def bind(
 
 
 def extents(plan: Plan, graph: OpGraph, sizes: Sizes) -> tuple[int, ...]:
-    """What an elastic program gets beside its arguments: how large each micro-batch is, axis by axis, and the sizes
-    that have nothing to do with the batch."""
+    """The additional argument of an elastic program: the size of each micro-batch, axis by axis, and the sizes that do
+    not depend on the batch."""
     parts = [_extent(part, axis) for axis in range(len(graph.batch_axes)) for part in plan.micro_batches]
     return (*parts, *[sizes[s] for s in graph.other_symbols])
 
@@ -99,7 +98,7 @@ def sizes_of(plan: Plan, graph: OpGraph, sizes: Sizes, parts: Parts) -> Sizes:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """A step in the making. `number`: its place among them; -1 for the end of the program."""
+    """A step that is being built. `number`: its index; -1 for the end of the program."""
 
     number: int
     before: list[Instruction] = field(default_factory=list)
@@ -137,9 +136,9 @@ class _Binder:
         self.layouts = image_layouts(graph) if operators.writes_into and not graph.graph.grad else {}
         self.batch = frozenset().union(*graph.batch_axes) if graph.batch_axes else frozenset()
         self.others = {s: sympy.Symbol(f"k{i}", integer=True) for i, s in enumerate(graph.other_symbols)}
-        """Names for the sizes of an elastic program that have nothing to do with the batch."""
+        """Names for the sizes of an elastic program that do not depend on the batch."""
         if elastic and (self.layouts or graph.graph.grad):
-            raise NotElastic("images, and gradients, want layouts that are known beforehand")
+            raise NotElastic("images and gradients need static layouts")
 
     def bind(self, units: list[Unit]) -> Program:
         plan, graph = self.plan, self.graph
@@ -229,7 +228,7 @@ class _Binder:
             assert shape is not None
             layouts = [self._layout(self.graph.values[v], parts) for parts in chosen.parts]
             given = all(is_dense(size, stride) for size, stride in layouts)
-            if not given or (self.pieces and chosen.own):  # a graph writes to the same place every time
+            if not given or (self.pieces and chosen.own):  # a graph writes to the same address in each replay
                 continue
             for parts, (size, stride) in zip(chosen.parts, layouts, strict=True):
                 view = View(offset=0, size=size, stride=stride, dtype=shape.dtype)
@@ -249,7 +248,7 @@ class _Binder:
         return tuple(concrete(e, sizes) for e in shape.size), strides_of(shape, sizes)
 
     def _shape(self, v: int) -> Shape | None:
-        """The value's layout: the model's own, or that which the uncut graph would give it."""
+        """The value's layout: the model's own, or the one that the uncut graph would have."""
         return self.layouts.get(v, self.graph.values[v].shape)
 
     # Steps
@@ -257,7 +256,7 @@ class _Binder:
     def _calls(self, step: _Step, unit: Unit) -> None:
         runs = [unit.parts]
         if any(self._writes(op, v) and self.graph.values[v].input is not None for op in unit.ops for v in op.reads):
-            # A join is a copy, and what is written to a copy of an argument is lost: only neighbours go together.
+            # A join is a copy, and writes to a copy of an argument would be lost: join only consecutive micro-batches.
             runs = _neighbours(unit.parts)
         if not unit.writes and not any(written for op in unit.ops for _, written in op.accesses):
             return
@@ -326,7 +325,7 @@ class _Binder:
         return self.modules[key]
 
     def _formats(self, unit: Unit, outs: list[int]) -> dict[int, torch.memory_format]:
-        """Of the images among a unit's own results. An operator's result follows its inputs: it must not, here."""
+        """Memory formats of the images among a unit's results, which would otherwise follow its inputs."""
         found = {}
         for position, v in enumerate(unit.writes):
             shape = self.graph.values[v].shape
@@ -335,12 +334,12 @@ class _Binder:
         return found
 
     def _writes_others(self, unit: Unit) -> bool:
-        """Whether it writes to memory that it has not made."""
+        """Whether it writes to memory other than its results."""
         made = {self.graph.values[v].storage for op in unit.ops for v in op.writes}
         return any(written and s >= 0 and s not in made for op in unit.ops for s, written in op.accesses)
 
     def _shares_memory(self, unit: Unit) -> bool:
-        """Whether two of the graph's inputs that it reads are the same memory, which it writes."""
+        """Whether it writes memory that two of the graph's inputs share."""
         written = {s for op in unit.ops for s, writes in op.accesses if writes}
         inputs = [self.graph.values[v].storage for v in unit.reads if self.graph.values[v].input is not None]
         return any(inputs.count(storage) > 1 for storage in written)
@@ -378,7 +377,7 @@ class _Binder:
     # Values where they are needed
 
     def _fetch(self, v: int, parts: Parts, step: _Step, ops: tuple[Op, ...]) -> tuple[Var, Parts]:
-        """The variable in which a step finds value `v` for micro-batches `parts`, and what its memory holds."""
+        """The variable that holds value `v` for micro-batches `parts`, and the micro-batches in its memory."""
         value = self.graph.values[v]
         places = self.where[v]
         writes = any(self._writes(op, v) for op in ops)
@@ -407,7 +406,7 @@ class _Binder:
     def _regroup(self, value: Value, pieces: Sequence[tuple[Var, Parts]], parts: Parts, step: _Step) -> Var:
         """A copy of rows that are merged with an outer dim."""
         if self.elastic:
-            raise NotElastic("rows that are merged with an outer dim are copied by their number")
+            raise NotElastic("rows that are merged with an outer dim need a copy of static size")
         ((axis, dim),) = ((axis, dim) for axis, dim in enumerate(value.dims) if dim is not None)
         whole = next(iter(self.graph.batch_axes[axis]))
         assert value.shape is not None
@@ -456,14 +455,14 @@ class _Binder:
         return sizes_of(self.plan, self.graph, self.sizes, parts)
 
     def _range(self, value: Value, axis: int, dim: int, held: Parts, parts: Parts) -> tuple[Size, Size]:
-        """Where the micro-batches begin in what is held, and how long they are."""
+        """The offset of the micro-batches in a variable that holds `held`, and their length."""
         assert value.shape is not None
         size = value.shape.size[dim]
         before = tuple(m for m in held if m < parts[0])
         if self.elastic:
             each = per_row(size, self.graph.batch_axes[axis])
             if each is None or each.free_symbols & self.batch:
-                raise NotElastic(f"{size} is no multiple of the batch")
+                raise NotElastic(f"{size} is not a multiple of the batch size")
             code = self._expression(each, ())
             return f"({code}) * {_sum(axis, before)}", f"({code}) * {_sum(axis, parts)}"
         each = concrete(size, self.sizes) // self.sizes[next(iter(self.graph.batch_axes[axis]))]
@@ -473,7 +472,7 @@ class _Binder:
         return self._expression(expr, parts) if self.elastic else concrete(expr, self._sizes(parts))
 
     def _expression(self, expr: sympy.Expr, parts: Parts) -> str:
-        """Of an elastic program: what an expression comes to for these micro-batches."""
+        """Code of an elastic program for an expression, for these micro-batches."""
         sums = {s: sympy.Symbol(_sum(k, parts)) for k, axis in enumerate(self.graph.batch_axes) for s in axis}
         names = {**self.others, **sums}
         found = expr.xreplace(names)
@@ -484,7 +483,7 @@ class _Binder:
 
 
 def _neighbours(parts: Parts) -> list[Parts]:
-    """Cut wherever a micro-batch is left out."""
+    """Split into runs of consecutive micro-batches."""
     found: list[Parts] = []
     for m in parts:
         if found and found[-1][-1] + 1 == m:

@@ -1,11 +1,11 @@
-"""Last pass of lowering: a program as one flat Python function, without a queue, a loop or a look-up per task.
+"""Last pass of lowering: a program as one flat Python function, without a queue, loop or lookup per task.
 
 Contract
     Takes a Program whose frees and buffers are in place; returns its source and its function, and changes nothing.
     Every instruction becomes one line, in the order of the steps; lines of a step know its tasks, for error messages.
 
-What differs between devices is a backend: how steps are grouped, and what stands before and after each. With a single
-lane they are calls in a row. On CPU each lane but the caller's is a block that a worker thread runs; lanes meet at
+A backend has what differs between devices: how steps are grouped, and the code before and after each. With a single
+lane they are calls in sequence. On CPU each lane but the caller's is a block that a worker thread runs; lanes meet at
 locks. On CUDA one thread issues everything; lanes are streams and meet at events.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from dynaflow.errors import printable
-from dynaflow.lower.first_call import Untried
+from dynaflow.lower.first_call import FirstCall
 from dynaflow.lower.ir import Call, Instruction, Join, Narrow, New, Program, Replace, Step, Var
 from dynaflow.lower.segments import Segment
 from dynaflow.lower.timing import Marks
@@ -45,7 +45,7 @@ class Code:
     """The code's globals."""
 
     def tasks_of(self, error: BaseException) -> tuple[int, ...] | None:
-        """The task in which `error` was raised, or those of one call: no bookkeeping while things go well."""
+        """The tasks of the call that raised `error`, found by its traceback: runs need no bookkeeping."""
         tb, found = error.__traceback__, None
         while tb is not None:
             if tb.tb_frame.f_code.co_filename == self.filename:
@@ -75,7 +75,7 @@ def emit(
         names |= {"clock": time.perf_counter, "current_stream": partial(torch.cuda.current_stream, marks.device)}
     exec(compile(source, filename, "exec"), names)
     for name, call in out.names.items():
-        if isinstance(call, Untried):
+        if isinstance(call, FirstCall):
             call.then(partial(_put, weakref.ref(names["run"]), name))
     code = Code(source=source, run=names["run"], filename=filename, tasks=out.tasks, names=names)
     weakref.finalize(code, linecache.cache.pop, filename, None)
@@ -88,7 +88,7 @@ def _put(run: weakref.ref[FunctionType], name: str, call: Any) -> None:
 
 
 def event_count(program: Program) -> int:
-    """Of code for streams: one event where lanes meet, and one for each lane that joins the caller's at the end."""
+    """Events of code for streams: one for each awaited step, and one for each lane that joins the caller's."""
     return len(_signals(program)) + len(program.lanes) - (0 if program.partitioned else 1)
 
 
@@ -138,7 +138,7 @@ class _Emitter:
             self.tasks[len(self.lines)] = tasks
 
     def comment(self, text: str, code: str = "") -> None:
-        """Names come from models and plans, and may hold anything: line breaks, for one."""
+        """Escapes the text: names come from models and plans, and may contain line breaks."""
         self.line(f"{code}# {printable(text)}")
 
     def mark(self, step: int, side: int) -> None:
@@ -154,7 +154,7 @@ class _Emitter:
         return name
 
     def _operator(self, name: str, call: Any) -> str:
-        if name in self.names:  # another size of the same operator, compiled apart
+        if name in self.names:  # another size of the same operator, compiled separately
             name = f"{name}_{len(self.names)}"
         return self.name(name, call)
 
@@ -241,7 +241,7 @@ class _Emitter:
         self.comment(f"{', '.join(map(str, step.tasks))}: {step.title}")
 
     def _body(self, step: Step, *, hook: bool, scope: frozenset[Var] | None = None) -> None:
-        """`scope`: the variables that may be let go here, when not all."""
+        """`scope`: the variables that may be freed here; None for all."""
         tasks = step.tasks
         self._free(step.frees_first, tasks, scope)
         if hook:
@@ -280,8 +280,8 @@ class _Emitter:
                 self._call(instruction, [], tasks)
 
     def _call(self, call: Call | Replace | None, left: Sequence[Var], tasks: tuple[int, ...]) -> None:
-        """`left`: the variables that only the call needs any more. It lets go of its arguments itself, each after its
-        last use, so these names are cleared before it."""
+        """`left`: the variables that only this call still needs. Their names are cleared before it, since it frees its
+        arguments itself, each after its last use."""
         if call is None:
             self.line("pass  # nothing that it makes is used", tasks)
             return
@@ -305,7 +305,7 @@ class _Emitter:
 
 
 def _left(step: Step, scope: frozenset[Var] | None) -> list[Var]:
-    """The variables that only the call needs any more."""
+    """The variables that only the call still needs."""
     if not isinstance(step.call, Call):
         return []
     makes = frozenset(step.makes)
@@ -317,7 +317,7 @@ def _left(step: Step, scope: frozenset[Var] | None) -> list[Var]:
 
 
 class _Backend:
-    """What differs between devices. This one: calls in a row, on one lane."""
+    """What differs between devices. This one: calls in sequence, on one lane."""
 
     parameters: tuple[str, ...] = ()
 
@@ -351,7 +351,7 @@ class _Backend:
 
 
 class _OneStream(_Backend):
-    """Calls in a row, on the current stream, with marks."""
+    """Calls in sequence, on the current stream, with marks."""
 
     def begin(self, out: _Emitter) -> None:
         out.line("s0 = current_stream()")

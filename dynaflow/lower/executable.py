@@ -1,7 +1,7 @@
-"""A lowered plan as a function, and what can be put around it.
+"""A lowered plan as a function.
 
-An Executable never changes. Recording, CUDA graphs, padding and other sizes are decorators: they take one and return
-another. The only thing that moves is inside its Entry: compiled code settles there once it has run.
+An Executable is immutable. Recording, CUDA graphs and other sizes are decorators: they take one and return another.
+Only its Entry changes, when compiled code has made its first call.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 from dynaflow._torch import Boxed
 from dynaflow.core.plan import Plan
 from dynaflow.lower.emit import Code
-from dynaflow.lower.first_call import Untried
+from dynaflow.lower.first_call import FirstCall
 from dynaflow.lower.timing import Marks
 from dynaflow.partition.op_graph import OpGraph
 
 
 class Entry:
-    """What a call of an executable calls. Compiled code at its first call is replaced by the code itself."""
+    """The function that an executable calls. A FirstCall is replaced by its code after the first call."""
 
     __slots__ = ("__weakref__", "call")
 
     def __init__(self, call: Boxed) -> None:
         self.call = call
-        if isinstance(call, Untried):
+        if isinstance(call, FirstCall):
             call.then(partial(_settle, weakref.ref(self), call))
 
 
-def _settle(entry: weakref.ref[Entry], untried: Untried, call: Boxed) -> None:
-    if (found := entry()) is not None and found.call is untried:
+def _settle(entry: weakref.ref[Entry], first: FirstCall, call: Boxed) -> None:
+    if (found := entry()) is not None and found.call is first:
         found.call = call
 
 
 class Recordable:
-    """Makes the variants of an executable that take marks, each when a recording first asks for it."""
+    """Makes the variants of an executable with timing marks, each when a recording first needs it."""
 
     def __init__(self, make: Callable[[bool], Executable]) -> None:
-        """`make`: gets whether all calls are to run one after the other."""
+        """`make` takes whether all calls run one after the other."""
         self._make = make
         self.made: dict[bool, Executable] = {}
 
@@ -52,7 +52,7 @@ class Recordable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Executable:
-    """A plan's function. Call it with a list of the graph's arguments: it may be emptied."""
+    """A plan's function. Call it with a list of the graph's arguments, which it may empty."""
 
     plan: Plan
     graph: OpGraph
@@ -61,11 +61,11 @@ class Executable:
     joined_bytes: int = 0
     """What a call copies to join micro-batches."""
     all_values: Callable[[list[Any]], dict[int, Any]] | None = None
-    """Runs the plan for the sake of its inner values: value -> tensor of the whole batch."""
+    """Runs the plan and returns its intermediate values: value -> tensor of the whole batch."""
     marks: Marks | None = None
-    """If it takes marks after the arguments: what they mean."""
+    """What its marks mean, if it takes a list of them after the arguments."""
     recordable: Recordable | None = None
-    """None if it takes marks itself."""
+    """None if it takes marks."""
     sequential: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,12 +79,12 @@ class Executable:
             raise
 
     def explain(self, error: Exception) -> None:
-        """Adds a note to an error: in which task it was raised."""
+        """Adds a note to an error, with the task that raised it."""
         if where := self.tasks_of(error):
             error.add_note(f"dynaflow: in {where}")
 
     def tasks_of(self, error: BaseException) -> str | None:
-        """Where an error was raised, in words."""
+        """The task that raised an error, as text."""
         return tasks_of(self.plan, self.code, error)
 
     def marked(self, row: bool = False) -> Executable:
@@ -93,7 +93,7 @@ class Executable:
         return self.recordable.get(row)
 
     def known_marked(self, row: bool) -> Executable | None:
-        """The same, if it has been made before."""
+        """The same, if it was made before."""
         assert self.recordable is not None
         return self.recordable.made.get(row)
 
@@ -109,12 +109,12 @@ def tasks_of(plan: Plan, code: Code | None, error: BaseException) -> str | None:
 
 
 def with_code(plan: Plan, code: Code | None) -> Plan:
-    """The plan, to show with the code that it became."""
+    """The plan with its generated code."""
     return replace(plan, code=code.source if code else "")
 
 
 def resized(executable: Executable, plan: Plan, cuts: tuple[int, ...], remade: Callable[[], Executable]) -> Executable:
-    """An elastic executable for micro-batches of other sizes. `remade`: one that is made for these sizes alone."""
+    """A shape-polymorphic executable for micro-batches of other sizes. `remade` makes one for these sizes only."""
     entry, marks = executable.entry, executable.marks
 
     def run_here(args: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Compiled code at its first call, where a compiler may still fail: kernels for a GPU are chosen and loaded then."""
+"""The first call of compiled code, at which a compiler may still fail: GPU kernels are autotuned and loaded then."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from dynaflow import _torch
 from dynaflow._torch import Boxed
 
 Place = Callable[[Boxed], None]
-"""Puts a function where the untried one is."""
+"""Replaces the FirstCall by the function that it settled on."""
 
 
 _GONE = object()
 
 
-def _held(value: Any) -> Callable[[], Any]:
-    """Gives a value back, if it is a tensor then only while others hold it."""
+def _weakly(value: Any) -> Callable[[], Any]:
+    """A weak reference to a tensor, which returns _GONE once it is freed; any other value is returned."""
     if not isinstance(value, torch.Tensor):
         return lambda: value
     found = weakref.ref(value)
     return lambda: _GONE if (tensor := found()) is None else tensor
 
 
-class Untried:
-    """Called like the code that it holds. If the compiler fails at the first call, what `instead` gives is called with
-    the same arguments. After that call it takes itself out of the way: no later one pays for it."""
+class FirstCall:
+    """Wraps compiled code until its first call. If the compiler fails in that call, `instead` makes a function that is
+    called with the same arguments. Then the wrapper replaces itself at all its places, so later calls don't pay."""
 
     def __init__(self, call: Boxed, instead: Callable[[Exception], Boxed]) -> None:
         self._call, self._instead = call, instead
         self._places: list[Place] | None = []
 
     def __call__(self, args: list[Any]) -> Any:
-        # The call empties its list, so that what it needs no more is gone: that must not be held here.
-        given, call = [_held(a) for a in args], self._call
+        # The call empties its list, to free arguments after their last use: keep only weak references.
+        given, call = [_weakly(a) for a in args], self._call
         try:
             results = call(args)
         except Exception as e:
             again = [get() for get in given]
-            if not _torch.is_compilers(e) or any(a is _GONE for a in again):
+            if not _torch.is_compiler_error(e) or any(a is _GONE for a in again):
                 raise
-            if self._call is call:  # else another lane has seen it, too
+            if self._call is call:  # else another lane has replaced it
                 self._call = self._instead(e)
             results = self._call(again)
         places, self._places = self._places, None
@@ -53,11 +53,11 @@ class Untried:
 
     @property
     def now(self) -> Boxed:
-        """What to call: itself, or what it holds once that has run."""
+        """What to call: itself, or after the first call the code."""
         return self._call if self._places is None else self
 
     def then(self, place: Place) -> None:
-        """Calls it once it is known what is to be called."""
+        """Registers a place at which to replace the wrapper after the first call."""
         if self._places is None:
             place(self._call)
         else:

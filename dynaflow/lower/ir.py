@@ -1,7 +1,7 @@
-"""A lowered plan as data: instructions on variables, in steps, by lanes.
+"""The IR of lowering: a plan as instructions on variables, grouped into steps on lanes.
 
-A variable is an id and what it holds: some micro-batches of one value of the graph. Instructions say which variables
-they read and which they make, so each pass derives what it needs from them; nothing is stored twice.
+A variable holds some micro-batches of one value of the graph. Instructions list the variables that they read and make,
+from which each pass derives what it needs; nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Var:
     parts: Parts
     """The micro-batches that it holds."""
     whole: bool
-    """Those are all."""
+    """Whether these are all micro-batches."""
     argument: int = -1
     """Position among the arguments, if it is one."""
     base: Var | None = None
@@ -82,7 +82,7 @@ class Narrow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A copy of rows that lie apart."""
+    """A copy that joins several tensors."""
 
     out: Var
     reads: Vars
@@ -99,7 +99,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class New:
-    """Memory for a buffer of its own."""
+    """Allocates a buffer."""
 
     out: Var
     new: Callable[[], Any]
@@ -140,7 +140,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """A call of a user's function that stands for operators."""
+    """A call of a user's function that replaces operators."""
 
     makes: Vars
     function: Callable[..., Any]
@@ -166,11 +166,11 @@ class Step:
     """Steps of other lanes that this one waits for."""
     before: tuple[Instruction, ...] = ()
     call: Call | Replace | None = None
-    """None if all that it makes is unused."""
+    """None if no result is used."""
     then: tuple[Narrow, ...] = ()
     """Slices of what it makes."""
     frees_first: Vars = ()
-    """Variables to let go before anything else, and after the call."""
+    """Variables to free before the call. `frees`: after it."""
     frees: Vars = ()
 
     @property
@@ -195,7 +195,7 @@ class Buffer:
 
     var: Var
     own: bool
-    """Allocated for each run, since it is handed out: to the caller, or to a user's function. Else in the arena."""
+    """Allocated for each run, since the caller or a user's function gets it. Else in the arena."""
     view: View
     """Its layout; and, once it is placed, its offset in the arena."""
     nbytes: int
@@ -205,7 +205,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """The graph's last views and numbers, made of the program's results."""
+    """The graph's last views and numbers, computed from the program's results."""
 
     function: Callable[..., Any]
     sizes: tuple[Size, ...]
@@ -220,31 +220,31 @@ class Program:
     """The arguments that are values of the graph."""
     lanes: tuple[str, ...]
     partitioned: bool = False
-    """Lanes have shares of the device: then none of them is the caller's own."""
+    """Lanes have SM partitions: then none of them is the caller's own."""
     boxed: bool = False
-    """The list of arguments is emptied, and they are let go like other variables."""
+    """The list of arguments is emptied, and they are freed like other variables."""
     extents: tuple[str, ...] = ()
-    """What an elastic program gets as one more argument: names for the sizes of its micro-batches."""
+    """Names of the sizes of its micro-batches, which an elastic program takes as one more argument."""
     start: tuple[Instruction, ...] = ()
     steps: tuple[Step, ...] = ()
     end: tuple[Join, ...] = ()
     results: Vars = ()
     clones: Vars = ()
-    """Results that lie in the memory of a CUDA graph, and are copied out of it."""
+    """Results that are copied out of the memory of a CUDA graph."""
     epilogue: Epilogue | None = None
     made_aside: Vars = ()
-    """Results in the device's memory that were made on a lane other than the caller's."""
+    """Results on the device that were made on a lane other than the caller's."""
     buffers: tuple[Buffer, ...] = ()
     buffer_slices: tuple[Narrow, ...] = ()
     views: tuple[tuple[Var, View], ...] = ()
     """Variables that lie in the arena."""
     arena_bytes: int = 0
     conditions: frozenset[tuple[Parts, Condition]] = frozenset()
-    """Of an elastic program: for which sizes of these micro-batches its operators were compiled."""
+    """Of an elastic program: the sizes of these micro-batches for which its operators were compiled."""
 
     @property
     def joined_bytes(self) -> int:
-        """What a run copies to join micro-batches."""
+        """Bytes that a run copies to join micro-batches."""
         joins = (i for i in (*(i for s in self.steps for i in s.before), *self.end) if isinstance(i, Join))
         return sum(join.nbytes for join in joins)
 
@@ -259,7 +259,7 @@ class Program:
         return happens_before(self.steps)
 
     def on_one_lane(self) -> Program:
-        """The same calls one after the other on one lane: each alone."""
+        """The same calls one after the other, on one lane."""
         lane = self.lanes[0]
         steps = tuple(replace(step, lane=lane, after=()) for step in self.steps)
         return replace(self, lanes=(lane,), partitioned=False, steps=steps, made_aside=())

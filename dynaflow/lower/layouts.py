@@ -1,7 +1,13 @@
-"""The memory layout that the uncut graph would have given to what crosses a cut.
+"""Memory layouts of values that cross a cut: those that Inductor would choose for the uncut graph.
 
-Inductor keeps the images inside a convolution network with their channels last, whatever the model says. Cut into
-pieces, each piece would turn them back at its end. So buffers hold them in that layout from the start.
+Inductor stores the images inside a convolution network channels-last, whatever the model says. When the graph is cut,
+each operator would convert them back at its end.
+
+Contract
+    `image_layouts` takes a partitioned graph and returns the values between operators that are to be channels-last,
+    with that layout; none when Inductor would not choose it, or when another image is neither that nor contiguous.
+    `arrange` takes an operator's graph and returns a copy whose results have given memory formats.
+    Results of the model and the values themselves are unchanged. Neither raises.
 """
 
 from __future__ import annotations
@@ -19,9 +25,9 @@ from dynaflow.capture.captured_graph import Shape
 from dynaflow.partition.op_graph import OpGraph
 
 _GROUPED_AT_MOST = 1 / 3
-"""Inductor weighs convolutions by their work: grouped ones lose by the layout about as much as two others gain."""
+"""Inductor weights convolutions by their FLOPs: a grouped one loses about as much as two others gain."""
 _NODES_AT_MOST = 300
-"""For each convolution. Beyond that, Inductor leaves the layout alone."""
+"""For each convolution. Beyond that, Inductor does not change layouts."""
 
 
 def image_layouts(graph: OpGraph) -> dict[int, Shape]:
@@ -34,12 +40,12 @@ def image_layouts(graph: OpGraph) -> dict[int, Shape]:
         for v, shape in made.items()
         if v not in graph.outputs and shape.dtype.is_floating_point  # results are as the model has them
     }
-    # The others must be such that `arrange` can keep them as they are.
+    # `arrange` makes the others contiguous, so they must be that already.
     return found if all(v in found or _is_contiguous(shape) for v, shape in made.items()) else {}
 
 
 def _prefers_channels_last(gm: fx.GraphModule) -> bool:
-    """As Inductor decides for the whole graph, with convolutions counted rather than weighed."""
+    """What Inductor decides for the whole graph, with convolutions counted instead of weighted."""
     groups = [
         node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
         for node in gm.graph.nodes
@@ -60,7 +66,7 @@ def _channels_last(shape: Shape) -> Shape:
 
 
 def arrange(module: fx.GraphModule, formats: Mapping[int, torch.memory_format]) -> fx.GraphModule:
-    """The same work, with the results at these positions in these formats, if they are not anyway."""
+    """The same computation, with the results at these positions in these memory formats."""
     out = fx.Graph()
     results: list[Any] = list(out.graph_copy(module.graph, {}))  # type: ignore[arg-type]
     for position, memory_format in formats.items():

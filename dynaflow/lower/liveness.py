@@ -1,17 +1,17 @@
-"""Second pass of lowering: when each variable is let go.
+"""Second pass of lowering: when each variable is freed.
 
 Contract
     Takes a bound Program; returns it with `frees_first` and `frees` filled in, and nothing else changed.
-    A variable is let go on the lane that its memory goes back to, at the first step of that lane that follows all its
+    A variable is freed on the lane to which its memory returns, at the first step of that lane that follows all its
     readers: before the step's call, or right after it if the step is a reader itself. Then the allocator may reuse the
     memory on that lane without a wait.
-    What the results need stays. So do arguments, unless the program owns them (`boxed`).
+    Variables that the results need are not freed; neither are arguments, unless the program owns them (`boxed`).
 
 Steps
-    1. Collect the readers of each variable; to read a slice is to read what it is a slice of.
-    2. Collect which variables may share memory: what a call makes, with what it reads.
-    3. For each variable, find the first step of its lane that follows all readers, those of memory that it shares
-       included if some of that is let go on another lane.
+    1. Collect the readers of each variable. A reader of a slice reads its base.
+    2. Collect which variables may share memory: the results of a call with its arguments.
+    3. For each variable, find the first step of its lane that follows all readers. If it shares memory with variables
+       that are freed on another lane, their readers count as well.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _made(step: Step) -> Vars:
 
 
 def _lane(program: Program, uses: _Uses, var: Var) -> str | None:
-    """The lane to which the memory of a variable goes back, if it is to be let go."""
+    """The lane to which the memory of a variable returns; None if it is not freed."""
     if var in uses.made_by:
         return program.steps[uses.made_by[var]].lane
     made_by_caller = var in uses.own if var.kind == "buffer" else program.boxed
@@ -106,7 +106,7 @@ def _lane(program: Program, uses: _Uses, var: Var) -> str | None:
 
 
 def _all_readers(program: Program, uses: _Uses, var: Var) -> set[int]:
-    """With those of what may be the same memory, if some of that is let go on another lane than this variable."""
+    """The readers of a variable; of all that may share its memory, if some of that is freed on another lane."""
     # 3.
     lane = _lane(program, uses, var)
     same, waiting = {var}, [var]

@@ -1,4 +1,4 @@
-"""A checked plan made runnable."""
+"""Lowers a checked plan: from a plan to an Executable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from dynaflow._torch import Boxed
 from dynaflow.capture.captured_graph import CapturedGraph, Input, is_named
-from dynaflow.core.plan import Plan, Task, one_by_one
+from dynaflow.core.plan import Plan, Task, operator_by_operator
 from dynaflow.core.stats import Stats
 from dynaflow.lower.bind import NotElastic
 from dynaflow.lower.compile_ops import CompilerFailed, Condition, Operators, Sizes, Source
@@ -26,10 +26,10 @@ from dynaflow.lower.timing import Marks, make_marks, marked_around, whole_marks
 from dynaflow.lower.whole_graph import as_one_graph
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.runtime.arena import Arena, BlockPool
-from dynaflow.runtime.cpu_lanes import Call, LanePool
-from dynaflow.runtime.cuda_graphs import Graphed, GraphPool
+from dynaflow.runtime.cpu_lanes import LanePool, ThreadRun
+from dynaflow.runtime.cuda_graphs import GraphedFunction, GraphPool
 from dynaflow.runtime.cuda_lanes import StreamPool, StreamRun
-from dynaflow.schedule.context import fusion_values
+from dynaflow.schedule.fusion import fusion_values
 
 Made = TypeVar("Made")
 OnTask = Callable[[Task, str], None]
@@ -42,7 +42,7 @@ NO_CAPTURE = "no_capture"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What is to be lowered."""
+    """A plan to be lowered, and how."""
 
     plan: Plan
     graph: OpGraph
@@ -52,9 +52,9 @@ class _Job:
     marked: bool = False
     """For a recording."""
     row: bool = False
-    """All calls one after the other on one lane."""
+    """All calls run one after the other on one lane."""
     warm: bool = False
-    """Its kernels have run before."""
+    """Its kernels have run before, so the first call may be captured."""
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +62,7 @@ class _Job:
 
 
 def _capturable(given: Input) -> bool:
-    """On the GPU; or where the copy engine finds it again."""
+    """Whether a CUDA graph can read an input: it is on the GPU, or pinned at a static address."""
     assert given.shape is not None
     return given.shape.device.type == "cuda" or (given.pinned and given.static_address)
 
@@ -81,7 +81,7 @@ class Lowerer:
         self.operators, self.on_task, self.stats = operators, on_task, stats
         self.cudagraph, self.static_inputs = cudagraph, static_inputs
         self.chains = on_task is None
-        """Tasks that run back to back on a lane are one call; but who watches wants to see each."""
+        """Fuse tasks that run back to back on a lane; not with `on_task`, which is called for each task."""
         self.threads = LanePool()
         self.streams = StreamPool()
         self.blocks = BlockPool()
@@ -92,10 +92,10 @@ class Lowerer:
 
     def _lower(self, job: _Job) -> Executable:
         outside = frozenset(op.name for op in job.graph.ops if NO_CAPTURE in op.tags)
-        if self._captures(job) and (self.cudagraph == "pieces" or outside):
+        if self.captures(job) and (self.cudagraph == "pieces" or outside):
             return self._in_pieces(job, outside)
         executable = self._uncut(job) if job.plan.sequential else self._cut(job)[0]
-        return self._as_graph(job, executable) if self._captures(job) else executable
+        return self._as_graph(job, executable) if self.captures(job) else executable
 
     def _cut(self, job: _Job, elastic: bool = False) -> tuple[Executable, Program]:
         program, plan = self._program(job, elastic=elastic)
@@ -113,9 +113,9 @@ class Lowerer:
         return (program.on_one_lane(), plan.on_one_lane(program.lanes[0])) if job.row else (program, plan)
 
     def elastic(self, plan: Plan, graph: OpGraph, sizes: Sizes, functions: Functions) -> Elastic | None:
-        """The plan for micro-batches of all sizes, if there can be such a thing."""
+        """The plan for micro-batches of all sizes; None if that is not possible."""
         job = _Job(plan=plan, graph=graph, sizes=sizes, functions=functions, chains=self.chains)
-        if self.cudagraph is not None or not graph.batch_axes:  # without a batch there is nothing to stretch
+        if self.cudagraph is not None or not graph.batch_axes:  # without a batch there is nothing to resize
             return None
         if plan.sequential:
             return self._elastic_sequence(job)
@@ -152,7 +152,7 @@ class Lowerer:
         return self._whole_executable(job, self.whole(job.graph.graph, job.sizes, _writes_inputs(job.graph)))
 
     def _whole_executable(self, job: _Job, run: Boxed) -> Executable:
-        """Of the uncut graph."""
+        """The executable of the uncut graph."""
         plan, graph = job.plan, job.graph
         marks = whole_marks(plan, graph, job.sizes)
         timed = Executable(plan=plan, graph=graph, entry=Entry(marked_around(run, job.device)), marks=marks)
@@ -181,13 +181,13 @@ class Lowerer:
         return emit(program, cuda=device.type == "cuda", hook=self.on_task is not None, marks=marks)
 
     def _blocks_for(self, job: _Job) -> BlockPool | None:
-        """None in training: what a pass does not use is there for what the passes save."""
+        """None in training: memory that a pass does not use must be free for saved activations."""
         return self.blocks if job.graph.graph.phase == "inference" else None
 
     def _runnable(
         self, plan: Plan, program: Program, code: Code, device: torch.device, blocks: BlockPool | None
     ) -> Boxed:
-        """The code with all that it needs beside the arguments: buffers, and lanes to run on."""
+        """The code with its buffers, and with lanes to run on."""
         run = code.run
         code.names["on_task"] = self._hook(plan)
         if len(plan.lanes) > 1 or plan.partitioned:
@@ -195,7 +195,7 @@ class Lowerer:
                 run = StreamRun(run, device, plan.lanes, event_count(program), self.streams, self.graphs.streams)
             else:
                 shares = tuple(lane.sms for lane in plan.lanes) if plan.partitioned else ()
-                code.names["new_call"] = partial(Call, self.threads, shares)
+                code.names["new_call"] = partial(ThreadRun, self.threads, shares)
         if not program.views:
             return run
         arena = Arena([view for _, view in program.views], program.arena_bytes, device, blocks)
@@ -226,7 +226,7 @@ class Lowerer:
         return dict(zip(inner, results, strict=True))
 
     def whole(self, graph: CapturedGraph, sizes: Sizes, writes: bool = True) -> Boxed:
-        """The uncut graph. `writes`: it may write to its inputs."""
+        """A function of the uncut graph. `writes`: it may write to its inputs."""
         if (source := self._whole(graph, writes)) is None:
             return self.operators.as_it_is(graph.gm)
 
@@ -238,7 +238,7 @@ class Lowerer:
         return _until_compiled(compiled)
 
     def _whole(self, graph: CapturedGraph, writes: bool) -> Source | None:
-        """The uncut graph for the compiler; None if it runs as it is."""
+        """The uncut graph for the compiler; None if it is not compiled."""
         if self.operators.mode == "eager" or any(i.kind is None or i.alias_set is not None for i in graph.inputs):
             return None
         inputs = tuple(i.kind for i in graph.inputs)
@@ -250,7 +250,7 @@ class Lowerer:
 
     # CUDA graphs
 
-    def _captures(self, job: _Job) -> bool:
+    def captures(self, job: _Job) -> bool:
         if self.cudagraph is None or job.device.type != "cuda" or self.on_task is not None:
             return False
         elsewhere = [i.name for i in self._used(job) if i.shape is not None and not _capturable(i)]
@@ -291,11 +291,11 @@ class Lowerer:
         )  # fmt: skip
 
     def _in_pieces(self, job: _Job, outside: frozenset[str]) -> Executable:
-        """The plan with what lies between the operators `outside` captured, lane by lane."""
+        """The plan with all steps captured in segments, apart from the operators `outside`."""
         if job.plan.sequential:
             if not outside:
                 return self._as_graph(job, self._uncut(job))
-            job = replace(job, plan=one_by_one(job.plan, job.graph.by_name))
+            job = replace(job, plan=operator_by_operator(job.plan, job.graph.by_name))
         program, plan = self._program(job, pieces=True, outside=outside)
         held_out = frozenset(
             s for s, step in enumerate(program.steps)
@@ -312,7 +312,7 @@ class Lowerer:
             copied = [i for i, v in inputs if i in segment.made_outside or v.root.argument in moving]
             static = [i for i in range(len(segment.inputs)) if i not in copied]
             lane = program.steps[segment.steps[0]].lane
-            graphed = Graphed(
+            graphed = GraphedFunction(
                 _spread(code.names[f"segment_{n}"]), job.device, self.graphs, copied=copied, static=static, inner=True,
                 stream=streams.get(lane), where=where,
             )  # fmt: skip
@@ -323,11 +323,11 @@ class Lowerer:
 
         def one_at_a_time(args: list[Any]) -> Any:
             with pool.lock:
-                pool.turns.enter(device)
+                pool.order.enter(device)
                 try:
                     return run(args)
                 finally:
-                    pool.turns.leave(device)
+                    pool.order.leave(device)
 
         remade = lambda row: self._in_pieces(replace(job, marked=True, row=row), outside)  # noqa: E731
         return self._executable(job, program, code, one_at_a_time, marks, remade)
@@ -344,7 +344,7 @@ def _writes_inputs(graph: OpGraph) -> bool:
 
 
 def _until_compiled(make: Callable[[], Made]) -> Made:
-    """What the compiler fails on late is uncompiled the next time that it is asked for; so there is an end."""
+    """Retries after CompilerFailed. It terminates, since what failed runs uncompiled from then on."""
     while True:
         try:
             return make()

@@ -1,9 +1,9 @@
-"""Where a plan's values live: in buffers of one arena, planned by happens-before.
+"""Memory planning: which values get buffers, and where the buffers lie in one arena.
 
-A value whose maker can write into given memory gets a buffer. Parts that are made apart and used together get
-slices of one buffer, so joining them costs nothing. Two buffers may share memory if every task that touches one is
-certain to have ended before any task that writes the other starts, whichever lanes they run on. Results are not
-for the arena, which the next call uses again: they get memory of their own.
+A value gets a buffer if its operator can write into given memory. Micro-batches that are made separately and used
+together get slices of one buffer, so joining them costs nothing. Two buffers may share memory if every task that
+accesses one is certain to have ended before any task that writes the other starts, on whichever lanes they run.
+Results get memory of their own, since the next call uses the arena again.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dynaflow.lower.out_variants import is_product, result_node
 from dynaflow.partition.op_graph import Op, OpGraph, Value
 
 ALIGNMENT = 512
-"""What the CUDA allocator gives, so that kernels find in an arena what they find elsewhere."""
+"""The alignment of the CUDA allocator, which kernels may rely on."""
 
 
-class Chosen(NamedTuple):
-    """That a value lives in buffers."""
+class BufferChoice(NamedTuple):
+    """The buffers of a value."""
 
     parts: list[Parts]
-    """The micro-batches that each holds."""
+    """For each buffer, its micro-batches."""
     own: bool
 
 
-def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> dict[int, Chosen]:
-    """The values that live in buffers."""
-    if graph.graph.grad:  # autograd wants results that it can follow
+def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> dict[int, BufferChoice]:
+    """The values that get buffers."""
+    if graph.graph.grad:  # autograd must see what makes a result
         return {}
     makers: dict[int, list[Unit]] = {}
     wanted: dict[int, list[Parts]] = {v: [everything] for v in graph.outputs}
-    lent: set[int] = set()  # values whose memory may live on under another name
-    elsewhere: set[int] = set()  # values of which a user's function makes a part, or all, in memory of its own
+    lent: set[int] = set()  # values that may be aliased by others
+    elsewhere: set[int] = set()  # values that a user's function makes, at least in part
     for unit in units:
         for op in unit.ops:
             if unit.fused:
@@ -53,9 +53,9 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
             for v in unit.reads:
                 wanted.setdefault(v, []).append(unit.parts)
     shared = _shared_storages(graph)
-    # In training an arena would be there from the start of a pass, when the most is saved: what is made late waits.
-    kept = graph.graph.phase == "inference"
-    found: dict[int, Chosen] = {}
+    # Not in training: an arena would be allocated at the start of a pass, when saved activations use the most memory.
+    use_arena = graph.graph.phase == "inference"
+    found: dict[int, BufferChoice] = {}
     for v, made_by in makers.items():
         value = graph.values[v]
         if v in elsewhere or value.storage in shared or not _can_be_given(value, made_by):
@@ -66,19 +66,19 @@ def choose_buffers(units: Sequence[Unit], graph: OpGraph, everything: Parts) -> 
         joined = any(sum(bool(set(p) & set(parts)) for p in pieces) > 1 for parts in wanted.get(v, []))
         result = v in graph.outputs
         if joined and value.carries_batch:
-            found[v] = Chosen([everything], own=result or v in lent)
-        elif kept and not joined and not result and v not in lent and value.out_variant == "pointwise":
-            found[v] = Chosen(pieces, own=False)
+            found[v] = BufferChoice([everything], own=result or v in lent)
+        elif use_arena and not joined and not result and v not in lent and value.out_variant == "pointwise":
+            found[v] = BufferChoice(pieces, own=False)
     return found
 
 
 def _addresses_memory(op: Op) -> bool:
-    """Which would be that of another value, in an arena."""
+    """Whether it uses memory outside of its tensor, which in an arena belongs to other values."""
     return any(map(addresses_memory, op.module.graph.nodes))
 
 
 def _shared_storages(graph: OpGraph) -> set[int | None]:
-    """Storages with several values over them: those must stay one memory."""
+    """Storages of several values, which must stay in one memory."""
     seen: set[int | None] = set()
     return {value.storage for value in graph.values if value.storage in seen or seen.add(value.storage)}  # type: ignore[func-returns-value]
 
@@ -97,10 +97,10 @@ def _can_be_given(value: Value, made_by: list[Unit]) -> bool:
 
 
 def place_buffers(program: Program) -> Program:
-    """Third pass of lowering: where buffers lie.
+    """Third pass of lowering: assigns memory to buffers.
 
     Contract
-        Takes a Program of which it is known who reads what; returns it with a place for every buffer and slice of one:
+        Takes a Program with liveness; returns it with memory for every buffer and slice of one:
         an allocation in the code, or a view of the arena. Nothing else changes.
         Two buffers share bytes of the arena only if all users of one are certain to have ended before any writer of
         the other starts (`plan_arena`).
@@ -132,11 +132,11 @@ def place_buffers(program: Program) -> Program:
 
 
 def _allocate(program: Program, buffer: Buffer, first: int, writers: set[int]) -> Program:
-    """Memory of its own: made late, where that is safe, so that it does not add to what is needed before."""
+    """Memory of its own: allocated as late as is safe, to keep the peak low."""
     slices = [narrow for narrow in program.buffer_slices if narrow.base is buffer.var]
     made: tuple[Instruction, ...] = (New(out=buffer.var, new=buffer.new), *slices)
     if program.partitioned or any(program.steps[w].lane != program.lanes[0] for w in writers):
-        # The allocator may give out what the caller's lane has just let go: another lane must not write it yet.
+        # The allocator may reuse what the caller's lane has just freed: another lane must not write to it yet.
         return replace(program, start=made + program.start)
     steps = list(program.steps)
     steps[first] = replace(steps[first], before=made + steps[first].before)

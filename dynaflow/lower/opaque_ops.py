@@ -1,8 +1,14 @@
-"""Compiled code around operators that are called as they are.
+"""Splits a graph at its opaque operators, which are called and not compiled.
 
-Some operators no compiler should take in: they look at something outside of the graph, and are told where by arguments
-that compiled code has no place for. A graph that has such operators is compiled piece by piece, from one to the next.
-So layers that are alike are compiled once, too, where the graph as a whole would be compiled layer by layer.
+An opaque operator accesses state outside of the graph, by arguments that compiled code can't pass. What lies between
+two of them is compiled as a subgraph. Equal subgraphs, as of equal layers, share one compilation.
+
+Contract
+    `split_at_opaque` takes a graph and returns its subgraphs in order, each either opaque or free of opaque operators;
+    together they have every call once. A graph with regions (gradient modes, autocast) becomes one opaque subgraph.
+    `run_in_order` takes the graph, its subgraphs and a function for each. Returns a function of the graph's inputs
+    that frees each value after its last use.
+    The given graph is unchanged. Neither raises.
 """
 
 from __future__ import annotations
@@ -19,29 +25,29 @@ from dynaflow._torch import REGIONS, SET_GRAD, Boxed
 from dynaflow.capture.captured_graph import KIND
 from dynaflow.capture.op_registry import is_opaque
 from dynaflow.core.fx_graphs import Env, copy_nodes
-from dynaflow.lower.first_call import Untried
+from dynaflow.lower.first_call import FirstCall
 
 _REGION_MARKS = {*REGIONS, *REGIONS.values(), SET_GRAD}
-"""Cut off from its marks, what lies in a region would not be compiled for it: a graph with regions stays as it is."""
+"""A subgraph would lose the region that it lies in, so a graph with one of these is not split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A part of a graph: the nodes of that graph that it takes and returns, and a graph of its own."""
+class Subgraph:
+    """A part of a graph, as a module. `reads`, `writes`: the nodes of the whole graph that it takes and returns."""
 
     module: fx.GraphModule
     reads: tuple[fx.Node, ...]
     writes: tuple[fx.Node, ...]
-    alone: bool
-    """It is called as it is."""
+    opaque: bool
+    """It is called, not compiled."""
 
 
-def pieces_of(module: fx.GraphModule, is_alone: Callable[[fx.Node], bool] = is_opaque) -> list[Piece]:
-    """In order."""
-    return [_piece(module, nodes, alone) for nodes, alone in _groups(module.graph, is_alone)]
+def split_at_opaque(module: fx.GraphModule, must_stay: Callable[[fx.Node], bool] = is_opaque) -> list[Subgraph]:
+    """The subgraphs, in order. `must_stay`: whether a node is opaque."""
+    return [_subgraph(module, nodes, opaque) for nodes, opaque in _groups(module.graph, must_stay)]
 
 
-def _groups(graph: fx.Graph, is_alone: Callable[[fx.Node], bool]) -> list[tuple[list[fx.Node], bool]]:
+def _groups(graph: fx.Graph, must_stay: Callable[[fx.Node], bool]) -> list[tuple[list[fx.Node], bool]]:
     found: list[tuple[list[fx.Node], bool]] = []
     group: dict[fx.Node, list[fx.Node]] = {}
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -49,8 +55,8 @@ def _groups(graph: fx.Graph, is_alone: Callable[[fx.Node], bool]) -> list[tuple[
         return [(calls, True)]
     for node in calls:
         if node.target is operator.getitem and _is_tuple(node.args[0]) and node.args[0] in group:
-            nodes = group[node.args[0]]  # pieces return tensors, not tuples
-        elif is_alone(node):
+            nodes = group[node.args[0]]  # subgraphs return tensors, not tuples
+        elif must_stay(node):
             nodes = []
             found.append((nodes, True))
         elif found and not found[-1][1]:
@@ -64,11 +70,11 @@ def _groups(graph: fx.Graph, is_alone: Callable[[fx.Node], bool]) -> list[tuple[
 
 
 def _is_tuple(node: fx.Node) -> bool:
-    """Of tensors and numbers the kind is known."""
+    """Tensors and numbers have a kind; tuples do not."""
     return KIND not in node.meta
 
 
-def _piece(whole: fx.GraphModule, nodes: list[fx.Node], alone: bool) -> Piece:
+def _subgraph(whole: fx.GraphModule, nodes: list[fx.Node], opaque: bool) -> Subgraph:
     inside = set(nodes)
     reads = tuple(dict.fromkeys(given for node in nodes for given in node.all_input_nodes if given not in inside))
     writes = tuple(node for node in nodes if any(user not in inside for user in node.users))
@@ -76,20 +82,20 @@ def _piece(whole: fx.GraphModule, nodes: list[fx.Node], alone: bool) -> Piece:
     env: Env = {node: graph.placeholder(node.name) for node in reads}
     copy_nodes(nodes, graph, env)
     graph.output(tuple(env[node] for node in writes))
-    return Piece(module=fx.GraphModule(whole, graph), reads=reads, writes=writes, alone=alone)
+    return Subgraph(module=fx.GraphModule(whole, graph), reads=reads, writes=writes, opaque=opaque)
 
 
-def in_turn(graph: fx.Graph, pieces: Sequence[Piece], calls: Iterable[Boxed]) -> Boxed:
-    """A function of the graph's inputs that calls its pieces. Values are let go after their last use."""
+def run_in_order(graph: fx.Graph, parts: Sequence[Subgraph], calls: Iterable[Boxed]) -> Boxed:
+    """A function of the graph's inputs that calls the subgraphs. Values are freed after their last use."""
     inputs, (output,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
-    place = {node: i for i, node in enumerate([*inputs, *(node for piece in pieces for node in piece.writes)])}
-    last = {node: i for i, piece in enumerate(pieces) for node in piece.reads}
-    last |= dict.fromkeys(output.all_input_nodes, len(pieces))
+    place = {node: i for i, node in enumerate([*inputs, *(node for part in parts for node in part.writes)])}
+    last = {node: i for i, part in enumerate(parts) for node in part.reads}
+    last |= dict.fromkeys(output.all_input_nodes, len(parts))
     steps: list[list[Any]] = []
-    for i, (piece, call) in enumerate(zip(pieces, calls, strict=True)):
-        done = [place[node] for node in piece.reads if last[node] == i]
-        step = [call, [place[n] for n in piece.reads], done, [place[n] for n in piece.writes]]
-        if isinstance(call, Untried):
+    for i, (part, call) in enumerate(zip(parts, calls, strict=True)):
+        done = [place[node] for node in part.reads if last[node] == i]
+        step = [call, [place[n] for n in part.reads], done, [place[n] for n in part.writes]]
+        if isinstance(call, FirstCall):
             call.then(partial(step.__setitem__, 0))
         steps.append(step)
     idle = [place[node] for node in inputs if node not in last]

@@ -1,7 +1,15 @@
-"""Results written straight into memory that is given: the last operation stores there, and nothing is copied.
+"""Out-variants of operators: results are written into given memory, without a copy.
 
-A loop over elements is followed by `out.copy_(result)`, which Inductor fuses into the loop. A matrix product has
-no loop to fuse into, so it is called by an out-variant: an operator that says what it writes.
+Contract
+    `write_into` takes an operator's graph and the positions of results. Returns a new graph that computes the same,
+    takes one more tensor at the end for each position, writes the result into it, and does not return it.
+    The given graph is unchanged. Nothing raises.
+
+Steps
+    1. Copy the placeholders, and add one for each output buffer.
+    2. Copy the body. A matrix product that makes such a result is called by its out-variant, which says what it
+       writes: it has no loop that a copy could be fused into.
+    3. Follow all other results by `out.copy_(result)`, which Inductor fuses into their loops.
 """
 
 from __future__ import annotations
@@ -17,11 +25,11 @@ _PRODUCTS: dict[Any, tuple[str, int]] = {
     _torch.LINEAR: ("linear_out", 3), torch.mm: ("mm_out", 2), torch.addmm: ("addmm_out", 3), torch.bmm: ("bmm_out", 2),
     torch.ops.dynaflow.fetch: ("fetch_out", 2), torch.ops.dynaflow.fetch.default: ("fetch_out", 2),
 }  # fmt: skip
-"""What stands for a product in a captured graph: its out-variant, and how many arguments that takes before `out`."""
+"""For each matrix product in a captured graph: its out-variant, and how many arguments that takes before `out`."""
 
 
 def is_product(node: Any) -> bool:
-    """A matrix product with an out-variant, called in the one way that the variant knows."""
+    """Whether a node is a matrix product with an out-variant, called with arguments that the variant accepts."""
     return (
         isinstance(node, fx.Node)
         and node.target in _PRODUCTS
@@ -37,7 +45,8 @@ def result_node(module: fx.GraphModule, position: int) -> Any:
 
 
 def write_into(module: fx.GraphModule, positions: list[int]) -> fx.GraphModule:
-    """The same work, with the results at `positions` written into tensors that are given last, and not returned."""
+    """The same computation, with the results at `positions` written into additional tensors instead of returned."""
+    # 1.
     out = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     body = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
@@ -46,6 +55,7 @@ def write_into(module: fx.GraphModule, positions: list[int]) -> fx.GraphModule:
     given = {p: out.placeholder(f"out_{p}") for p in positions}
     (ending,) = module.graph.find_nodes(op="output")
     results = ending.args[0]
+    # 2.
     products = {results[p]: p for p in positions if is_product(results[p])}
     for node in body:
         if node in products:
@@ -55,6 +65,7 @@ def write_into(module: fx.GraphModule, positions: list[int]) -> fx.GraphModule:
             out.call_function(getattr(torch.ops.dynaflow, name).default, (*args, given[products[node]]))
         else:
             env[node] = out.node_copy(node, lambda n: env[n])
+    # 3.
     for p in positions:
         if results[p] not in products:
             out.call_method("copy_", (given[p], env[results[p]]))

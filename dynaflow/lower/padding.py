@@ -1,8 +1,16 @@
-"""A batch padded to a size that a plan is there for, and its results cut back.
+"""Padding: a batch is padded to a size for which a plan exists, and the results are narrowed back.
 
-The last row is repeated after the batch: what an operator can do for one row of the batch it can do for these, too.
-Padding is only right where every operator treats each row by itself, and where the caller can't tell the padded inputs
-from its own; anything else is refused, by name.
+Contract
+    Takes a graph; raises SplitError, with the operator or the input, unless every operator treats each row separately
+    and padding can't be observed by the caller.
+    `run` takes an executable for the padded size and the arguments of a call. Returns what the unpadded call would
+    return, with the same strides. May empty `args`; does not write to the caller's tensors.
+
+Steps of `run`
+    1. Copy each input that carries rows into a larger tensor. The last row is repeated, so that padding holds only
+       values that operators accept. Numbers that depend on the batch are evaluated for the padded size.
+    2. Run.
+    3. Narrow each result to the rows of the batch. Numbers are evaluated for the batch's own size.
 """
 
 from __future__ import annotations
@@ -14,8 +22,7 @@ from typing import Any
 import sympy
 import torch
 
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.capture.captured_graph import Shape, per_row
+from dynaflow.capture.captured_graph import Shape, concrete, per_row
 from dynaflow.core.memory_layout import span
 from dynaflow.errors import SplitError
 from dynaflow.partition.op_graph import OpGraph, Result
@@ -23,7 +30,7 @@ from dynaflow.partition.op_graph import OpGraph, Result
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """From how many rows a batch is padded, and to how many; and what the symbols stand for before that."""
+    """The rows of a batch before and after padding, and the values of all symbols before."""
 
     sizes: dict[sympy.Symbol, int]
     rows: int
@@ -45,11 +52,11 @@ class Padding:
         self._check()
 
     def _dims_of(self, shape: Shape) -> list[int]:
-        """Those whose sizes depend on the batch's."""
+        """The dims whose sizes depend on the batch size."""
         return [dim for dim, size in enumerate(shape.size) if size.free_symbols & self._symbols]
 
     def _is_by_rows(self, shape: Shape, dim: int | None) -> bool:
-        """Whether it has some elements for each row, along this dim, and the same of all others for any batch."""
+        """Whether the size along this dim is a multiple of the rows, and no other dim depends on the batch size."""
         if any(d != dim for d in self._dims_of(shape)):
             return False
         return dim is None or per_row(shape.size[dim], self._symbols) is not None
@@ -79,14 +86,14 @@ class Padding:
                 raise _refused(f"result {place} depends on the size of the batch, and not row by row")
 
     def _can_be_cut(self, result: Result) -> bool:
-        """Whether the caller gets what it would have got of the batch as it was."""
+        """Whether the unpadded result can be made from the padded one."""
         if result.number is not None:
             return result.number.free_symbols <= self._symbols | set(self._graph.other_symbols)
         if result.shape is None or result.input is not None:
             return True
         if not self._is_by_rows(result.shape, result.dim):
             return False
-        # A result that has to be laid out anew is no longer a view of another one.
+        # A result that is copied into another layout is no longer a view of another result.
         others = [r for r in self._graph.results if r is not result and r.storages & result.storages]
         return not (others and self._is_laid_out_by_rows(result.shape))
 
@@ -94,13 +101,16 @@ class Padding:
         return any(stride.free_symbols & self._symbols for stride in shape.stride)
 
     def run(self, run: Callable[[list[Any]], Sequence[Any]], args: list[Any], batch: Batch) -> tuple[Any, ...]:
-        """Calls it with the arguments padded, and returns what it would have made of them as they were."""
+        """Calls `run` with padded arguments, and returns what it would return for the unpadded ones."""
+        # 1.
         given = {r.input: args[r.input] for r in self._graph.results if r.input is not None}
         self._pad(args, batch)
+        # 2.
         results = run(args)
+        # 3.
         made: list[Any] = []
         tensors: dict[int, Any] = {}
-        """Those that are cut already: one that is returned twice is one tensor."""
+        """By id: a tensor that is returned twice stays one tensor."""
         for found, result in zip(results, self._graph.results, strict=True):
             made.append(tensors[id(found)] if id(found) in tensors else self._cut(found, result, given, batch))
             if isinstance(found, torch.Tensor):
@@ -146,7 +156,7 @@ def _like(tensor: torch.Tensor, size: Sequence[int], strides: Sequence[int]) -> 
 
 
 def _padded(given: torch.Tensor, dim: int, rows: int, padded: int, strides: Sequence[int]) -> torch.Tensor:
-    """A copy in memory laid out as the graph wants it."""
+    """A padded copy with the strides that the graph expects."""
     per_row = given.size(dim) // rows
     size = list(given.size())
     size[dim] = per_row * padded
@@ -155,12 +165,12 @@ def _padded(given: torch.Tensor, dim: int, rows: int, padded: int, strides: Sequ
     if padded > rows and into.stride(dim):
         more = into.narrow(dim, rows, padded - rows)
         _copy(given.narrow(dim, rows - 1, 1).expand_as(more), more)
-    _copy(given, into.narrow(dim, 0, rows))  # last: rows may share memory
+    _copy(given, into.narrow(dim, 0, rows))  # last: rows may overlap in memory
     return made
 
 
 def _copy(given: torch.Tensor, into: torch.Tensor) -> None:
-    """Into memory in which elements may be the same all along a dim."""
+    """Copies, also into expanded tensors (stride 0)."""
     for d, stride in enumerate(into.stride()):
         if stride == 0 and into.size(d):
             into, given = into.narrow(d, 0, 1), given.narrow(d, 0, 1)

@@ -1,4 +1,4 @@
-"""The passes that make a program of a plan, in their order: bind, liveness, memory. `emit` makes text of it."""
+"""The passes from a plan to a program, in order: bind, liveness, memory. `emit` generates its code."""
 
 from __future__ import annotations
 

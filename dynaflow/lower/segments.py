@@ -1,7 +1,10 @@
-"""Which steps of a program are captured together when it is captured in pieces: maximal runs on each lane.
+"""Groups the steps of a program into segments: each is captured as one CUDA graph.
 
-A run ends where an operator stays outside, where it waits for another lane, and where another lane waits for it: a
-graph is launched as a whole, on one lane, and is done as a whole.
+Contract
+    Takes a Program, and the steps that no graph may contain. Returns segments that cover all other steps once; changes
+    nothing, raises nothing.
+    A segment is a maximal run of steps on one lane. It ends at a step that stays outside, before a step that waits for
+    another lane, and after a step that another lane waits for: a graph is launched, and finishes, as a whole.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ class Segment:
     inputs: Vars
     outputs: Vars
     made_outside: frozenset[int]
-    """Of the inputs, those that an operator outside has made: at another place in memory each time."""
+    """Positions of the inputs that a step outside makes, at a new address in each run."""
 
 
 def make_segments(program: Program, outside: frozenset[int]) -> list[Segment]:
-    """`outside`: steps that no graph can hold."""
+    """`outside`: steps that no graph may contain."""
     awaited = {a for step in program.steps for a in step.after}
     latest: dict[str, list[int]] = {}
     runs: list[list[int]] = []

@@ -1,7 +1,12 @@
-"""A plan's function for micro-batches of any size.
+"""Shape-polymorphic executables: one function of a plan for micro-batches of all sizes.
 
-The generated code gets the sizes as one more argument, those of other dims that vary as well, and its operators are
-compiled for all sizes. So a batch that is different every time needs no new function: only its cuts.
+The generated code takes the sizes of the micro-batches, and of other dims that vary, as one more argument. Its
+operators are compiled for all sizes. A new batch size then needs new cuts, but no new function.
+
+Contract
+    `Elastic.at` takes a plan that differs from its own only in the sizes of the micro-batches (see `carries_out`).
+    Returns an Executable for it, or None when the operators were not compiled for these sizes: then lower the plan by
+    itself. Does not compile anything, nor change its own executable. Does not raise.
 """
 
 from __future__ import annotations
@@ -17,13 +22,13 @@ from dynaflow.lower.executable import Executable, resized
 from dynaflow.lower.ir import Program
 from dynaflow.partition.op_graph import OpGraph
 
-KEPT = 4096
-"""Sizes for which it is remembered whether the operators fit."""
+MAX_SIZES = 4096
+"""How many sizes to cache the result of `_fit` for."""
 
 
 class Elastic:
-    """`executable` takes the extents of the micro-batches after the graph's arguments. `functions`: those that the
-    plan calls by name."""
+    """`executable` takes the extents of the micro-batches after the graph's arguments. `functions`: the functions
+    that the plan calls by name."""
 
     def __init__(
         self,
@@ -41,17 +46,17 @@ class Elastic:
         return self.executable.plan
 
     def carries_out(self, plan: Plan, graph: OpGraph, functions: Mapping[str, Callable[..., Any]]) -> bool:
-        """Its own plan says the same, but for the sizes."""
+        """Whether a plan equals its own, apart from sizes."""
         if graph is not self.executable.graph or len(plan.micro_batches) != self.parts:
             return False
         return replace(plan, micro_batches=self.plan.micro_batches) == self.plan and functions == self._functions
 
     def at(self, plan: Plan, sizes: Sizes) -> Executable | None:
-        """For a plan that differs in the sizes of its micro-batches; None if an operator does not fit them."""
+        """The executable for a plan with other sizes; None if an operator was not compiled for them."""
         graph = self.executable.graph
         cuts = extents(plan, graph, sizes)
         if cuts not in self._fits:
-            if len(self._fits) >= KEPT:
+            if len(self._fits) >= MAX_SIZES:
                 self._fits.clear()
             self._fits[cuts] = self._fit(plan, graph, sizes)
         return resized(self.executable, plan, cuts, lambda: self._remake(plan, sizes)) if self._fits[cuts] else None

@@ -1,7 +1,16 @@
-"""Where a recording looks at its clock: around each call that a lowered plan makes.
+"""Timing marks: a recording takes the time before and after each call of a lowered plan.
 
-The code that marks is another function, beside the one that runs when nobody records. It gets a list for the marks
-behind the graph's arguments: on CUDA of events, which it records; on CPU of nothing yet, and it puts in the time.
+The code with marks is a variant of the plan's function, so calls without a recording do not pay for it. It takes a
+list of marks after the graph's arguments: on CUDA events, which it records; on CPU slots, into which it writes times.
+
+Contract
+    `make_marks` takes a plan, its Program, and the segments that are captured. Returns what each mark means: a span of
+    marks for each call, and the plan with tasks that are one call merged into one. Changes nothing, raises nothing.
+
+Steps
+    1. Collect the calls: segments, and steps outside of them, in the order of issue.
+    2. Give each call a mark at its end. A call starts at the end mark of the call before it on its lane; if it waits
+       for another lane, or is the first, it gets a mark for its start as well.
 """
 
 from __future__ import annotations
@@ -24,20 +33,20 @@ from dynaflow.runtime.cuda_lanes import CaptureStreams
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """What the marks of a plan mean."""
+    """The meaning of a plan's marks."""
 
     plan: Plan
-    """As it was compiled: tasks that are one call are one task. A sequential plan is one call without tasks."""
+    """Tasks that were compiled as one call are one task. A sequential plan is one call without tasks."""
     graph: OpGraph
     device: torch.device
     sizes: Sizes
     spans: tuple[tuple[int, int], ...]
-    """Of each call: which mark is its start, and which its end."""
+    """For each call: the indices of its start mark and its end mark."""
     count: int
     at: dict[int, tuple[int | None, int]] = field(default_factory=dict)
-    """By the first step of each call: the mark to be set before it, if any, and the one behind it."""
+    """By the first step of each call: the mark before the call, if any, and the mark after it."""
     own: bool = False
-    """The run brings its marks along: the list that it is given is empty."""
+    """The run fills the list of marks, which is given to it empty."""
     key: object = field(default_factory=object)
     """One for all sizes of an elastic plan."""
     cuda: bool = field(init=False)
@@ -47,17 +56,17 @@ class Marks:
 
 
 def whole_marks(plan: Plan, graph: OpGraph, sizes: Sizes) -> Marks:
-    """Of the uncut graph."""
+    """Marks of the uncut graph: one call."""
     return Marks(plan=plan, graph=graph, device=graph.graph.device, sizes=sizes, spans=((0, 1),), count=2)
 
 
 def make_marks(plan: Plan, graph: OpGraph, sizes: Sizes, program: Program, segments: Sequence[Segment] = ()) -> Marks:
-    """A call starts where the one before it on its lane ends, unless it waits for another lane: then it has a mark for
-    its start as well."""
+    # 1.
     inside = {s for segment in segments for s in segment.steps}
     calls = sorted([*(segment.steps for segment in segments),
                     *((s,) for s in range(len(program.steps)) if s not in inside)])  # fmt: skip
     call_of = {s: c for c, steps in enumerate(calls) for s in steps}
+    # 2.
     last: dict[str, int] = {}
     tasks, spans, at, count = [], [], {}, 0
     for steps in calls:
@@ -99,14 +108,14 @@ def marked_around(run: Boxed, device: torch.device) -> Boxed:
 
 
 class Branches:
-    """Where the marks of a graph are captured: beside its lanes, on a branch for each."""
+    """Side streams on which the marks of a CUDA graph are captured, one for each lane."""
 
     def __init__(self, streams: CaptureStreams) -> None:
         self._streams = streams
         self._used: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
     def at(self, lane: torch.cuda.Stream) -> torch.cuda.Stream:
-        """The branch of a lane, at the point where the lane is. Marks of one lane are in its order anyway."""
+        """The side stream of a lane, after what the lane has issued so far. Marks of one lane keep its order."""
         branch = self._used.setdefault(lane, self._streams.beside(lane))
         branch.wait_stream(lane)
         return branch
@@ -117,7 +126,7 @@ class Branches:
 
 
 class MarkAside:
-    """An event that a graph records at each of its launches. On the lane itself it would hold up the next kernel."""
+    """An event that a graph records at each launch. On the lane itself it would delay the next kernel."""
 
     def __init__(self, branches: Branches) -> None:
         self.event = torch.cuda.Event(enable_timing=True, external=True)

@@ -1,4 +1,12 @@
-"""A lowered plan as one CUDA graph: a decorator of executables."""
+"""Captures a lowered plan as one CUDA graph: a decorator of executables.
+
+Contract
+    Takes an Executable, and which inputs a graph copies or uses in place. Returns an Executable with the same results,
+    which captures at its first warm call and replays afterwards. The given one is unchanged.
+    Where the capture fails, nothing of the plan has run. The plan is then captured in pieces, without the operator that
+    failed; if that operator is not known, it runs without a graph. A warning names it. Errors of the plan itself are
+    raised.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ from dynaflow.core.stats import Stats
 from dynaflow.lower.executable import Entry, Executable, Recordable
 from dynaflow.lower.timing import Branches, MarkAside
 from dynaflow.runtime.arena import BlockPool
-from dynaflow.runtime.cuda_graphs import CaptureError, Graphed, GraphPool
+from dynaflow.runtime.cuda_graphs import CaptureError, GraphedFunction, GraphPool
 from dynaflow.runtime.cuda_lanes import CaptureStreams
 
 Pieces = Callable[[frozenset[str]], Executable]
@@ -37,7 +45,7 @@ def as_one_graph(
     """
     device = executable.graph.graph.device
     run = executable.entry.call if executable.marks is None else _with_own_marks(executable, pool.streams)
-    graphed = Graphed(run, device, pool, copied=copied, static=static, warm=warm)
+    graphed = GraphedFunction(run, device, pool, copied=copied, static=static, warm=warm)
     whole = _WholeGraph(executable, run, graphed, pool, blocks, pieces)
     if executable.marks is None:
         return replace(executable, entry=Entry(whole), recordable=Recordable(whole.recordable(remade)))
@@ -46,11 +54,16 @@ def as_one_graph(
 
 
 class _WholeGraph:
-    """Runs a plan as one graph. Where that can't be captured, the plan runs in pieces, without the operator that can't
-    be captured; or as it is, if it is not known which."""
+    """Runs a plan as one graph, or as what replaces it after a failed capture."""
 
     def __init__(
-        self, plain: Executable, run: Boxed, graphed: Graphed, pool: GraphPool, blocks: BlockPool, pieces: Pieces
+        self,
+        plain: Executable,
+        run: Boxed,
+        graphed: GraphedFunction,
+        pool: GraphPool,
+        blocks: BlockPool,
+        pieces: Pieces,
     ) -> None:
         self._plain, self._run, self._graphed, self._pool, self._blocks = plain, run, graphed, pool, blocks
         self._make_pieces = pieces
@@ -64,7 +77,7 @@ class _WholeGraph:
         try:
             captures = stats.captures
             results = self._graphed(args)
-            if stats.captures > captures:  # it has memory of its own: what the first call had is spare
+            if stats.captures > captures:  # the graph has memory of its own: free the blocks of the first call
                 self._blocks.clear(self._plain.graph.graph.device)
             return results
         except CaptureError as e:
@@ -75,14 +88,14 @@ class _WholeGraph:
         plain, cause = self._plain, error.__cause__ or error
         indices = plain.code.tasks_of(cause) if plain.code else None
         self._pool.failed(plain.tasks_of(cause) or ("the plan" if plain.code else "the uncut graph"), error)
-        if not indices or plain.marks is not None:  # the recording knows where its marks are
+        if not indices or plain.marks is not None:  # a recording needs its marks where they are
             return self._run
         culprits = frozenset(item.op for i in indices for item in plain.plan.tasks[i].items)
         self._pieces = self._make_pieces(culprits)
         return self._pieces
 
     def recordable(self, remade: Callable[[bool, bool], Executable]) -> Callable[[bool], Executable]:
-        me = weakref.ref(self)  # which the executable holds, and so is there
+        me = weakref.ref(self)  # alive, since the executable refers to it
 
         def make(row: bool) -> Executable:
             whole = me()
@@ -92,8 +105,8 @@ class _WholeGraph:
         return make
 
 
-def _with_graphs_marks(graphed: Graphed, run: Boxed, pool: GraphPool) -> Boxed:
-    """A graph records the events that it was captured with: they are put into the list that it is given."""
+def _with_graphs_marks(graphed: GraphedFunction, run: Boxed, pool: GraphPool) -> Boxed:
+    """A graph records the events that it was captured with. This puts them into the list of marks."""
     known: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     def run_marked(args: list[Any]) -> Any:
@@ -111,13 +124,13 @@ def _with_graphs_marks(graphed: Graphed, run: Boxed, pool: GraphPool) -> Boxed:
 
 
 def _with_own_marks(executable: Executable, streams: CaptureStreams) -> Boxed:
-    """Puts marks into the list that it is given: what is captured needs some that no other graph has."""
+    """Makes new marks for each capture, and puts them into the list of marks."""
     marks, entry = executable.marks, executable.entry
     assert marks is not None
 
     def run_marked(args: list[Any]) -> Any:
         given = args.pop()
-        if not marks.cuda:  # where graphs are a pretence
+        if not marks.cuda:  # in tests that simulate graphs
             given[:] = [0.0] * marks.count
             return entry.call([*args, given])
         branches = Branches(streams)

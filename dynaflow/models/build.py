@@ -18,15 +18,15 @@ from dynaflow.models import parallel
 from dynaflow.models.table import MODELS, Model
 
 Attention = Literal["flash", "sdpa"]
-"""As serving systems do it, where a key head is read once; or as transformers does it, where it is repeated."""
+"""As in serving systems, where a key head is read once; or as in transformers, where it is repeated."""
 
 _FLASH = "dynaflow_grouped"
-"""Not "flash" anything: transformers would look for a kernel of that name."""
+"""A name without "flash": transformers would look for a kernel of that name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one call is for: `batch` prompts of `prompt` tokens; or, with `prompt` 0, one more token after `context`."""
+    """The sizes of a call: `batch` prompts of `prompt` tokens; or, with `prompt` 0, decoding after `context` tokens."""
 
     batch: int = 64
     prompt: int = 0
@@ -43,9 +43,9 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     attention: Attention = "flash",
 ) -> nn.Module:
-    """The model; or what one of `tp` GPUs holds of it, or of `ep` that share its experts. Equal weights every time."""
+    """Returns the model, or its shard on one of `tp` GPUs, or of `ep` that share its experts. The seed is fixed."""
     known = _known(name)
-    with _drawing(device, dtype):
+    with _defaults(device, dtype):
         if known is not None and known.own:
             made = _own(known, layers, max(tp, ep))
         else:
@@ -54,15 +54,15 @@ def build(
 
 
 def _known(name: str) -> Model | None:
-    """None: it is a folder."""
+    """Returns the entry of a named model; None for a folder with a config.json."""
     if name in MODELS:
         return MODELS[name]
     if (Path(name) / "config.json").is_file():
         return None
     if Path(name).is_dir():
-        raise DynaFlowError(f"the folder {name} has no config.json", advice="name one that transformers has written")
+        raise DynaFlowError(f"the folder {name} has no config.json", advice="name a folder written by transformers")
     if name.endswith(".py"):
-        raise DynaFlowError(f"{name} alone is no model", advice=f"name a function in it: {name}:function")
+        raise DynaFlowError(f"{name} is a file, not a model", advice=f"name a function in it: {name}:function")
     close = ", ".join(nearest(name, list(MODELS), 8))
     raise DynaFlowError(
         f"no model is named {name!r}",
@@ -71,8 +71,8 @@ def _known(name: str) -> Model | None:
 
 
 @contextlib.contextmanager
-def _drawing(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
-    """What is made here is made there, of this type, and the same every time."""
+def _defaults(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
+    """Sets the default device and dtype, and the seed."""
     usual, cuda = torch.get_default_dtype(), torch.device(device).type == "cuda"
     with torch.random.fork_rng(range(torch.cuda.device_count()) if cuda else []), torch.device(device):
         torch.manual_seed(0)
@@ -86,7 +86,7 @@ def _drawing(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
 def _own(model: Model, layers: int | None, ranks: int) -> nn.Module:
     module, _, kind = model.kind.partition(":")
     if ranks > 1:
-        raise DynaFlowError(f"it is not known how {model.name} is shared among GPUs", advice="leave tp and ep at 1")
+        raise DynaFlowError(f"sharding {model.name} over GPUs is not supported", advice="leave tp and ep at 1")
     if layers and not model.layers:
         raise DynaFlowError(f"{model.name} has no equal layers to choose from", advice="leave out --layers")
     sizes = dict(model.sizes) | ({model.layers: layers} if layers else {})
@@ -106,7 +106,7 @@ def _transformer(
     config._attn_implementation = _implementation(attention)
     if layers:
         setattr(config, count, layers)
-        if getattr(config, "layer_types", None):  # made for all of them
+        if getattr(config, "layer_types", None):  # one for each layer
             config.layer_types = config.layer_types[:layers]
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -128,7 +128,7 @@ def _class_of(transformers: Any, name: str, config: Any) -> Any:
             return kind
     raise DynaFlowError(
         f"{name}/config.json names no model that this transformers has: {config.architectures}",
-        advice='its "architectures" is a list with the name of a class',
+        advice='"architectures" has to list the name of a class',
     )
 
 
@@ -138,7 +138,7 @@ def _transformers(name: str) -> Any:
     except ImportError as e:
         raise DynaFlowError(
             f"{name} is a model of transformers, which is not installed",
-            advice="pip install 'dynaflow[demo]'; or take a model that needs none: inception-tiny, flux-tiny, wan-tiny",
+            advice="pip install 'dynaflow[demo]'; or use one that doesn't need it: inception-tiny, flux-tiny, wan-tiny",
         ) from e
     return transformers
 
@@ -165,9 +165,9 @@ def _flash(
 
 
 def inputs(model: Any, situation: Workload, *, logits: Literal["last", "all"] = "last") -> dict[str, Any]:
-    """What the model is called with, where its weights are. `logits`: of the last token of each prompt, or of all."""
+    """Returns keyword arguments for the model, on its device. `logits`: of the last token of each prompt, or of all."""
     first = next(model.parameters())
-    with _drawing(first.device, first.dtype):
+    with _defaults(first.device, first.dtype):
         if hasattr(model, "example"):
             return model.example(situation.batch)
         if model.main_input_name == "pixel_values":
@@ -175,7 +175,7 @@ def inputs(model: Any, situation: Workload, *, logits: Literal["last", "all"] = 
             return {"pixel_values": torch.randn(situation.batch, config.num_channels, *[config.image_size] * 2)}
         if model.main_input_name != "input_ids":
             raise DynaFlowError(
-                f"it is not known what {type(model).__name__} is called with: {model.main_input_name}",
+                f"the inputs of {type(model).__name__} are not known: {model.main_input_name}",
                 advice="write a function that returns the model and its inputs, and name it as module:function",
             )
         return _text(model, situation, logits)
@@ -185,12 +185,12 @@ def _text(model: Any, situation: Workload, logits: Literal["last", "all"]) -> di
     takes = inspect.signature(model.forward).parameters
     decodes = "logits_to_keep" in takes
     if not situation.prompt and not decodes:
-        raise DynaFlowError(f"{type(model).__name__} does not decode", advice="say how long its texts are: --prompt 64")
+        raise DynaFlowError(f"{type(model).__name__} does not decode", advice="give its texts a length: --prompt 64")
     shape = (situation.batch, situation.prompt or 1)
     most = getattr(model.config, "max_position_embeddings", None)
     if most and (situation.prompt or situation.context + 1) > most:
         raise DynaFlowError(
-            f"{type(model).__name__} reads {most} tokens at most", advice="take a shorter --prompt, or --context"
+            f"{type(model).__name__} takes at most {most} tokens", advice="use a shorter --prompt or --context"
         )
     given: dict[str, Any] = {"input_ids": torch.randint(model.config.vocab_size, shape)}
     if decodes:
@@ -202,7 +202,7 @@ def _text(model: Any, situation: Workload, logits: Literal["last", "all"]) -> di
 
 
 def _cache(model: Any, situation: Workload) -> Any:
-    """As if it held `context` tokens, random ones, and had room for one more."""
+    """Returns a cache with `context` random tokens and room for one more."""
     from transformers import StaticCache
 
     config = model.config

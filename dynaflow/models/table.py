@@ -1,4 +1,4 @@
-"""The models that have a name, as data. Nothing is imported or built for it."""
+"""The named models, as data. Nothing is imported or built for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Model:
 
     name: str
     kind: str
-    """A class of transformers, whose config takes the sizes; or, as module:Class, one of this package's own."""
+    """A class of transformers, whose config takes the sizes; or module:Class, a class of this package."""
     sizes: Mapping[str, Any]
     about: str
     layers: str
-    """Which of the sizes counts its layers; none if "": then they are not alike."""
+    """The size that is the number of layers; "" if its layers are not equal."""
 
     @property
     def own(self) -> bool:

@@ -1,7 +1,7 @@
 """A timeline as plain data: what ran, or would run, on which lane and when. JSON in and out.
 
-Whatever draws a timeline reads this and nothing else, so that a plan, a simulation, a measured run and a trace of
-another program can stand on one page.
+Everything that draws a timeline reads only this, so that a plan, a simulation, a measured run and a trace of another
+program can be shown on one page.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class TimedTask:
     start: float
     end: float
     op: str = ""
-    """The operator, or several joined by " + "; without one, the name stands for it."""
+    """The operator, or several joined by " + "; if empty, the name is used."""
     micro_batches: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    """Tasks of the timeline that it waits for, on other lanes."""
+    """Indices of the tasks on other lanes that it waits for."""
     tags: tuple[str, ...] = ()
     rows: int | None = None
-    """Of the batch."""
+    """The number of rows of the batch."""
     reads: tuple[str, ...] = ()
     """Values, with their type and shape."""
     writes: tuple[str, ...] = ()
     uses: Mapping[str, float] = field(default_factory=dict)
-    """Resource -> the fraction of it that the task uses when alone."""
+    """Resource -> the fraction of it that the task uses when it runs alone."""
     bytes: int | None = None
-    """What it moves in the device's memory."""
+    """Bytes that it reads and writes in device memory."""
     note: str = ""
 
     @property
@@ -55,7 +55,7 @@ class TimedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
-    """Something that changes over time, such as the memory in use. A value holds until the next."""
+    """A value that changes over time, such as the memory in use. It is constant between points."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -65,7 +65,7 @@ class Counter:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One timeline. It is checked when it is made."""
+    """One timeline. It is validated when it is made."""
 
     title: str
     source: Source
@@ -74,14 +74,14 @@ class Document:
     tasks: tuple[TimedTask, ...]
     counters: tuple[Counter, ...] = ()
     whole: tuple[float, float] | None = None
-    """From when to when it counts, if not from the first task to the last: a host works before and after them."""
+    """Start and end, if not those of the tasks: the host may work before the first and after the last one."""
 
     def __post_init__(self) -> None:
         if self.source not in get_args(Source):
-            raise _wrong(f"the source is {self.source!r}", f"say one of {', '.join(get_args(Source))}")
+            raise _wrong(f"the source is {self.source!r}", f"use one of {', '.join(get_args(Source))}")
         lanes = [lane.name for lane in self.lanes]
         if len(set(lanes)) < len(lanes):
-            raise _wrong("two lanes have one name", "give each its own")
+            raise _wrong("two lanes have the same name", "give each its own")
         names = set(lanes)
         for i, task in enumerate(self.tasks):
             if task.lane not in names:
@@ -92,12 +92,12 @@ class Document:
             if any(not 0 <= a < len(self.tasks) or a == i for a in task.after):
                 raise _wrong(f"task {i} ({task.name}) waits for {list(task.after)}", "name other tasks by their index")
             if not all(math.isfinite(share) for share in task.uses.values()):
-                raise _wrong(f"task {i} ({task.name}) uses {dict(task.uses)}", "say fractions")
+                raise _wrong(f"task {i} ({task.name}) uses {dict(task.uses)}", "pass fractions")
         if not (math.isfinite(self.begin) and math.isfinite(self.end) and self.begin <= self.end):
             raise _wrong(f"it is from {self.begin} to {self.end}", "it can't end before it starts")
         for counter in self.counters:
             if not all(math.isfinite(x) for point in counter.points for x in point):
-                raise _wrong(f"the counter {counter.name} has a value that is no number", "leave such points out")
+                raise _wrong(f"the counter {counter.name} has a value that is not finite", "leave such points out")
             if any(later[0] < point[0] for point, later in zip(counter.points, counter.points[1:], strict=False)):
                 raise _wrong(f"the counter {counter.name} goes back in time", "sort its points")
 

@@ -1,4 +1,4 @@
-"""A report on inputs at hand: their plan recorded now, beside its calls in a row and the uncut graph."""
+"""A report on given inputs: their plan is recorded now, in turns with its tasks one by one and with the uncut graph."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def report_now(ready: PlanReady, planner: Planner, profile: Profile | None = Non
     runs = {"plan": planner.marked(ready.lowered)}
     if not plan.sequential:
         runs["sequence"] = planner.marked(trials.lowered(Sequential()))
-        if len(plan.lanes) > 1 and not plan.partitioned:  # with shares no lane has the device for itself
+        if len(plan.lanes) > 1 and not plan.partitioned:  # with shares no lane has the whole device
             runs["row"] = planner.marked(ready.lowered, row=True)
     found: dict[str, list[RecordedPlan]] = {name: [] for name in runs}
     grad = torch.is_grad_enabled() and ready.graph.graph.phase == "inference"
     cards = range(torch.cuda.device_count()) if device.type == "cuda" else []
     with torch.random.fork_rng(cards), torch.set_grad_enabled(grad):
         try:
-            for turn in range(WARM_UP + ROUNDS):  # a recording each: a CUDA graph tells its last launch alone
+            for turn in range(WARM_UP + ROUNDS):  # a recording each: a CUDA graph has the times of its last launch only
                 for name, marked in runs.items():
                     snapshot.restore()
                     recorded = _recorded(marked, trials.args, planner)
@@ -62,7 +62,7 @@ def _recorded(marked: Executable, args: Sequence[Any], planner: Planner) -> Reco
         recording.run(marked, list(args), planner)
     (recorded,) = recording.plans
     if not recorded.timed:
-        raise RecordingError(f"the times of tasks can't be told: {recorded.calls[0].note}")
+        raise RecordingError(f"the times of tasks are not known: {recorded.calls[0].note}")
     return recorded
 
 
@@ -71,7 +71,7 @@ def _seconds(recorded: RecordedPlan) -> float:
 
 
 def _predicted(ready: PlanReady, profile: Profile | None) -> float | None:
-    """By the simulator, if the operators were measured, now or once (by `fast.profile`, or by the tuner)."""
+    """The simulator's prediction, if the operators were measured before (by `fast.profile` or the tuner)."""
     device = ready.graph.graph.device
     if profile is None:
         profiler = Profiler(device)

@@ -1,4 +1,4 @@
-"""Timelines as one HTML file that needs nothing else: the data, the style and the code are all in it."""
+"""Timelines as one self-contained HTML file: it includes the data, the style and the code."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from dynaflow.core.plan_text import resource_in_words
+from dynaflow.core.plan_text import resource_label
 from dynaflow.errors import TimelineError
 from dynaflow.observe.document import Document, TimedTask
 from dynaflow.observe.summary import Summary, kind, summarize
 
 SCRIPTS = ("timeline.js", "details.js", "page.js")
 COLOURS = 7
-"""How many can be told apart, also by the colour-blind; as many kinds again are striped, the rest is grey."""
+"""Colours that can be distinguished, also by the colour-blind; as many kinds again are striped, the rest is grey."""
 
 
 def page(documents: Sequence[Document], *, title: str = "") -> str:
-    """The documents one above the other, on one scale."""
+    """Returns the page: the documents one above the other, on one scale."""
     if not documents:
-        raise TimelineError("there is no timeline to show", advice="pass one at least")
+        raise TimelineError("there is no timeline to show", advice="pass at least one")
     title = title or " · ".join(dict.fromkeys(d.title for d in documents))
     parts = {
         "title": html.escape(title),
         "style": _asset("page.css"),
         "scripts": "\n".join(f"<script>\n{_asset(name)}</script>" for name in SCRIPTS),
-        # A "<" in a script could end it; in JSON it can be written otherwise.
+        # A "<" in a script could end it; JSON can escape it.
         "data": json.dumps(_data(documents, title), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))  # in one go: none is in another
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))  # one pass: no part is expanded
 
 
 def baselines(documents: Sequence[Document]) -> list[int | None]:
-    """What each is compared with: the first of its source. A plan's steps and seconds can't be compared."""
+    """Returns the document that each one is compared with: the first of its source. Steps have no seconds."""
     first: dict[str, int] = {}
     found: list[int | None] = []
     for i, document in enumerate(documents):
@@ -45,9 +45,9 @@ def baselines(documents: Sequence[Document]) -> list[int | None]:
 
 
 def scales(documents: Sequence[Document]) -> list[float]:
-    """What a document's times are multiplied by, to stand on one scale with the others.
+    """Returns factors for the documents' times that put them on one scale.
 
-    Seconds are seconds. Steps have no length: the longest plan is drawn as long as the longest run.
+    Seconds are not scaled. Steps have no duration: the longest plan is drawn as long as the longest run.
     """
     seconds = max((d.length for d in documents if d.unit == "s"), default=0.0)
     steps = max((d.length for d in documents if d.unit == "steps"), default=0.0)
@@ -56,12 +56,12 @@ def scales(documents: Sequence[Document]) -> list[float]:
 
 
 def levels(tasks: Sequence[TimedTask]) -> list[int]:
-    """Tasks of a lane that overlap, as calls of a profiled thread do, are drawn one below the other."""
+    """Returns the level of each task: overlapping tasks of a lane, such as nested calls, are drawn in several rows."""
     found = [0] * len(tasks)
     free: dict[str, list[float]] = {}
     for i in sorted(range(len(tasks)), key=lambda i: (tasks[i].start, -tasks[i].end, i)):
         ends = free.setdefault(tasks[i].lane, [])
-        near = 1e-6 * tasks[i].seconds  # a clock's roundings are no overlap
+        near = 1e-6 * tasks[i].seconds  # ignore rounding errors of the clock
         level = next((n for n, end in enumerate(ends) if end <= tasks[i].start + near), len(ends))
         ends[level : level + 1] = [tasks[i].end]
         found[i] = level
@@ -81,7 +81,7 @@ def _data(documents: Sequence[Document], title: str) -> dict[str, Any]:
 
 
 def _kinds(documents: Sequence[Document]) -> list[str]:
-    """The same in all documents, those that take longest first: they get the colours."""
+    """The kinds of operators in all documents, those that take longest first: they get the colours."""
     times: dict[str, float] = {}
     for document, scale in zip(documents, scales(documents), strict=True):
         for task in document.tasks:
@@ -98,9 +98,9 @@ def _document(
         data["tasks"], document.tasks, levels(document.tasks), summary.blocked_by, strict=True
     ):
         task |= {"lane": places[given.lane], "kind": number[kind(given)], "level": level, "held": held}
-        task |= {"uses": {resource_in_words(name, document.device): u for name, u in given.uses.items()}}
+        task |= {"uses": {resource_label(name, document.device): u for name, u in given.uses.items()}}
     for counter in data.get("counters", ()):
-        counter["name"] = resource_in_words(counter["name"], document.device)
+        counter["name"] = resource_label(counter["name"], document.device)
     return data | {
         "unit": document.unit,
         "begin": document.begin,

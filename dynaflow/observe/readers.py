@@ -1,4 +1,4 @@
-"""Timelines read from files: plans, timelines, and traces of Chrome's format."""
+"""Timelines read from files: plans, timelines, and traces in Chrome's format."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dynaflow.observe.document import KIND, Counter, Document, Source, TimedTask
 from dynaflow.observe.timelines import of_plan
 
 _DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-"""What torch.profiler calls the things that run on a GPU."""
+"""torch.profiler's categories of events that run on a GPU."""
 
 _ACCEPTED = "pass what Plan.to_json() or Document.to_json() gave, or a trace in Chrome's format (traceEvents)"
 
 
 def read(path: str | Path) -> Document:
-    """The timeline in a file, whichever of the three it is."""
+    """Reads a timeline from a file of any of the three kinds."""
     data = load(path)
     try:
         return _parsed(data, Path(path))
@@ -33,22 +33,22 @@ def read(path: str | Path) -> Document:
 
 
 def load(path: str | Path) -> Any:
-    """The JSON in a file. It may be gzipped, as profilers do."""
+    """Reads JSON from a file, which may be gzipped."""
     try:
         raw = Path(path).read_bytes()
         return json.loads((gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode())
     except OSError as e:
         reason = e.strerror or str(e)
-        raise TimelineError(f"{path} can't be read: {reason}", advice="name a file that is there") from e
+        raise TimelineError(f"{path} can't be read: {reason}", advice="name an existing file") from e
     except (EOFError, zlib.error) as e:
-        raise TimelineError(f"{path} is cut off or damaged: {e}", advice="write it again") from e
-    except (ValueError, RecursionError) as e:  # no JSON, or no text at all
-        raise TimelineError(f"{path} is no JSON: {e}", advice=_ACCEPTED) from e
+        raise TimelineError(f"{path} is truncated or damaged: {e}", advice="write it again") from e
+    except (ValueError, RecursionError) as e:  # not JSON, or not text
+        raise TimelineError(f"{path} is not JSON: {e}", advice=_ACCEPTED) from e
 
 
 def _parsed(data: Any, path: Path) -> Document:
     name = path.name.removesuffix(".gz").removesuffix(".json")
-    if isinstance(data, list):  # Chrome's format without its frame
+    if isinstance(data, list):  # Chrome's format as a bare list of events
         data = {"traceEvents": data}
     if isinstance(data, dict) and "traceEvents" in data:
         return of_trace(data, title=name)
@@ -60,17 +60,17 @@ def _parsed(data: Any, path: Path) -> Document:
 
 
 def of_trace(trace: Mapping[str, Any], *, title: str = "") -> Document:
-    """A trace as Chrome, Perfetto and torch.profiler know it: its complete events, a lane for each thread.
+    """Converts a trace in the format of Chrome, Perfetto and torch.profiler: its complete events, a lane per thread.
 
-    If some are tasks that we have recorded, only those count; else, if some of them ran on a GPU, those: the host's
-    calls would be a lane for each of its threads.
+    If it has tasks of a recording of ours, only those are used; otherwise, if it has events on a GPU, only those, and
+    no calls of the host.
     """
     events = [e for e in _list(trace.get("traceEvents")) if isinstance(e, dict)]
-    complete = [e for e in events if e.get("ph") == "X" and e.get("cat") != "Trace"]  # that is the profiler itself
+    complete = [e for e in events if e.get("ph") == "X" and e.get("cat") != "Trace"]  # without the profiler's own
     ours = [e for e in complete if e.get("cat") == "task"]
     work = ours or [e for e in complete if e.get("cat") in _DEVICE_WORK] or complete
     if not work:
-        raise TimelineError("the trace has no complete event", advice='record events of the phase "X"')
+        raise TimelineError("the trace has no complete event", advice='record events with the phase "X"')
     work.sort(key=lambda e: _number(e, "ts"))
     lanes = _lanes(work, events)
     other = trace.get("otherData")
@@ -99,11 +99,11 @@ def _thread(event: Mapping[str, Any]) -> Thread:
 
 
 def _lanes(work: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[Thread, str]:
-    """A name of its own for each thread, as the trace says."""
-    said = {_thread(e): str(_args(e).get("name")).strip() for e in events if e.get("name") == "thread_name"}
+    """Returns a unique name for each thread, from the trace's own names."""
+    named = {_thread(e): str(_args(e).get("name")).strip() for e in events if e.get("name") == "thread_name"}
     found: dict[Thread, str] = {}
     for thread in sorted({_thread(e) for e in work}, key=lambda t: (t[0], len(t[1]), t[1])):  # 2 before 10
-        name = said.get(thread) or f"thread {thread[1]}"
+        name = named.get(thread) or f"thread {thread[1]}"
         found[thread] = name if name not in found.values() else f"{name} ({thread[0]}, {thread[1]})"
     return found
 
@@ -131,7 +131,7 @@ def _task(event: Mapping[str, Any], lane: str, began: float, places: Mapping[int
 
 
 def _function(name: str) -> str:
-    """A kernel's name without its types: there would be a kind for each of them."""
+    """A kernel's name without its template arguments: they would make it a kind of its own."""
     return re.split(r"[<(]", name.removeprefix("void "))[0].strip() or name
 
 
@@ -141,7 +141,7 @@ def _process(events: list[dict[str, Any]], pid: Any) -> str:
 
 
 def _counters(events: list[dict[str, Any]], began: float) -> tuple[Counter, ...]:
-    """Of each process its own."""
+    """The counters of each process."""
     curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for event in (e for e in events if e.get("ph") == "C"):
         for name, value in _args(event).items():
@@ -156,7 +156,7 @@ def _counters(events: list[dict[str, Any]], began: float) -> tuple[Counter, ...]
 
 
 def _unit(name: str, points: list[tuple[float, float]]) -> Literal["fraction", "bytes", "count"]:
-    if name == "allocated":  # as recordings call it
+    if name == "allocated":  # its name in our recordings
         return "bytes"
     return "fraction" if all(0.0 <= value <= 1.0 + 1e-6 for _, value in points) else "count"
 

@@ -26,15 +26,15 @@ class Call:
     phase: str
     """"inference", "forward" or "backward"."""
     plan: Plan
-    """As it was compiled: tasks that are one call are one task."""
+    """As it was compiled: tasks that run as one call are one task."""
     thread: str
     begin: float
     end: float
-    """Of the host: on CUDA, until all was issued."""
+    """When the host was done: on CUDA, when all work was issued."""
     spans: tuple[Span, ...] = ()
-    """Start and end of each task; of the uncut graph, of it all. Empty if they are not known: `note` says why."""
+    """Start and end of each task, or of the whole uncut graph. Empty if they are not known: `note` says why."""
     memory: int | None = None
-    """Bytes that torch's allocator had given out when the host was done; None on a CPU."""
+    """Bytes that torch's allocator had allocated when the host was done; None on a CPU."""
     note: str = ""
 
     @property
@@ -48,7 +48,7 @@ class Call:
 
     @property
     def overlap(self) -> float:
-        """The lanes' busy time together over the time that it took: 1 is a sequence without gaps."""
+        """The sum of the lanes' busy times divided by the run time: 1 is a sequence without gaps."""
         return sum(e - s for s, e in self.spans) / self.seconds if self.seconds else 0.0
 
 
@@ -70,7 +70,7 @@ class RecordedPlan:
 
     @cached_property
     def timed(self) -> list[Call]:
-        """Those whose tasks' times are known, the fastest first."""
+        """The calls with known task times, the fastest first."""
         return sorted((call for call in self.calls if call.spans), key=lambda call: call.seconds)
 
     @property
@@ -79,12 +79,12 @@ class RecordedPlan:
 
     @property
     def overlap(self) -> float:
-        """Of the call that took the median time."""
+        """The overlap of the median call."""
         return self.median.overlap if self.median is not None else 0.0
 
     @property
     def seconds(self) -> float:
-        """All calls together: those of a CUDA graph whose times are not known took about as long as the others."""
+        """The time of all calls. Calls of a CUDA graph without known times are counted as the median."""
         return self.median.seconds * len(self.calls) if self.median is not None else 0.0
 
     @property
@@ -92,7 +92,7 @@ class RecordedPlan:
         return statistics.median(call.host for call in self.calls)
 
     def document(self, call: Call) -> Document:
-        """The call as a timeline, in the recording's time."""
+        """Returns a call as a timeline; 0 is the start of the recording."""
         pairs = zip(self._template.tasks, call.spans, strict=True)
         tasks = tuple(replace(task, start=start, end=end) for task, (start, end) in pairs)
         made = replace(self._template, tasks=tasks)
@@ -103,7 +103,7 @@ class RecordedPlan:
 
     @property
     def timeline(self) -> Document:
-        """The call that took the median time, from its start."""
+        """The median call as a timeline; 0 is its start."""
         assert self.median is not None, "no call's times are known"
         return from_zero(self.document(self.median))
 
@@ -115,18 +115,18 @@ class RecordedPlan:
 
     @cached_property
     def _template(self) -> Document:
-        """All but the times: the same in all calls."""
+        """The timeline without times: it is the same for all calls."""
         graph = None if self.plan.sequential else self.graph
         spans = [(0.0, 0.0)] * max(1, len(self.plan.tasks))
         device = str(self.device)
         try:
             costs = Costs(self.graph, device_for(self.device), sizes=self._sizes)
             return of_spans(self.plan, spans, graph, title=self.title, device=device, costs=costs)
-        except Exception:  # what a task uses is a help, and never a duty
+        except Exception:  # best effort: the resources that a task uses
             return of_spans(self.plan, spans, graph, title=self.title, device=device)
 
     def _sms(self, document: Document) -> Counter:
-        """The part of the SMs that the running lanes may use."""
+        """The fraction of the SMs that the running lanes may use."""
         there = device_for(self.device).sms
         shares = {lane: 1.0 if n is None else n / there for lane, n in self.plan.shares(there).items()}
         running: Counts[str] = Counts()
@@ -139,12 +139,12 @@ class RecordedPlan:
         return Counter(name="sms", points=tuple(points.items()), unit="fraction")
 
     def __str__(self) -> str:
-        told = f"{self.title}: {count_of(len(self.calls), 'call')}"
+        text = f"{self.title}: {count_of(len(self.calls), 'call')}"
         if self.median is not None:
-            told += f", {self.median.seconds * 1e3:.3f} ms, lanes busy {self.median.overlap:.2f} of it"
-        told += f", host {self.host * 1e3:.3f} ms"
+            text += f", {self.median.seconds * 1e3:.3f} ms, lanes busy {self.median.overlap:.2f} of it"
+        text += f", host {self.host * 1e3:.3f} ms"
         notes = Counts(call.note for call in self.calls if call.note)
-        return told + "".join(f"\n  {n} without the times of tasks: {note}" for note, n in notes.items())
+        return text + "".join(f"\n  {n} without the times of tasks: {note}" for note, n in notes.items())
 
 
 def from_zero(document: Document) -> Document:

@@ -1,8 +1,8 @@
-"""What really ran: `with df.record() as recording:` around any calls.
+"""What ran, and when: `with df.record() as recording:` around any calls.
 
-While a recording is on, plans run as code that marks the start and the end of each call that they make: with the
-host's clock on a CPU, with events on CUDA, which are read when the recording ends. The code that runs otherwise is
-another function, and stays what it was.
+During a recording, plans run as code that marks the start and the end of each task: with the host's clock on a CPU,
+with events on CUDA, which are read when the recording ends. The code that runs otherwise is another function and has no
+overhead.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MAX_SPARE_EVENTS = 1 << 14
 
 _one = threading.Lock()
 
-LAST_LAUNCH_ONLY = "a CUDA graph tells the times of its last launch alone"
+LAST_LAUNCH_ONLY = "a CUDA graph has the times of its last launch only"
 
 
 @contextmanager
 def record(keep: int = CALLS_PER_PLAN) -> Iterator[Recording]:
-    """Records the calls of all compiled models, in all threads, until the block ends; of each plan the last `keep`."""
-    keep = validate.integer(keep, "keep", "keep one call of each plan at least", least=1, error=RecordingError)
+    """Records calls of all compiled models, in all threads, until the block ends: the last `keep` of each plan."""
+    keep = validate.integer(keep, "keep", "keep at least one call of each plan", least=1, error=RecordingError)
     with private_recording(keep) as recording:
         recorder.now = recording
         try:
@@ -55,8 +55,8 @@ def record(keep: int = CALLS_PER_PLAN) -> Iterator[Recording]:
 
 @contextmanager
 def private_recording(keep: int = CALLS_PER_PLAN) -> Iterator[Recording]:
-    """A recording that no model knows of: it holds what is run through it, and nothing of other threads."""
-    if not _one.acquire(blocking=False):  # a graph has one set of events: what two recordings would read
+    """A recording of only what is run through `Recording.run`: calls of models, also in other threads, don't see it."""
+    if not _one.acquire(blocking=False):  # a CUDA graph has one set of events: two recordings would share it
         raise RecordingError("a recording is on already", advice="one serves all models and threads: let it end first")
     try:
         recording = Recording(keep)
@@ -68,8 +68,8 @@ def private_recording(keep: int = CALLS_PER_PLAN) -> Iterator[Recording]:
         _one.release()
 
 
-class _Raw(NamedTuple):
-    """A call as it was noted, not yet understood."""
+class RawCall(NamedTuple):
+    """A call as it was recorded, before its events are read."""
 
     marks: Marks
     moments: list[Any]
@@ -78,12 +78,12 @@ class _Raw(NamedTuple):
     thread: str
     model: str
     owner: weakref.ref[Planner]
-    """Which of the models of that name. An address would be that of the next model once this one is gone."""
+    """Identifies the model. An id() could be reused after the model is deleted."""
     memory: int | None
 
 
 class Recording:
-    """What `record` gives. Its calls can be read when it has ended."""
+    """The result of `record`. Its calls can be read when it has ended."""
 
     def __init__(self, keep: int = CALLS_PER_PLAN) -> None:
         self.began, self._wall = time.perf_counter(), time.time()
@@ -92,34 +92,34 @@ class Recording:
         """Calls that could not be recorded, by the reason."""
         self._keep = keep
         self._lock = forks.lock()
-        self._raw: dict[object, deque[_Raw]] = {}
-        self._clock_events: dict[torch.device, tuple[Any, float]] = {}
-        """By device: an event, and the host's time at which it was."""
+        self.raw_calls: dict[object, deque[RawCall]] = {}
+        self.clock_events: dict[torch.device, tuple[Any, float]] = {}
+        """By device: an event, and the host's time when it happened."""
         self._plans: list[RecordedPlan] = []
 
     # While it is on
 
     def run(self, marked: Executable, args: list[Any], planner: Planner) -> Any:
-        """Runs a plan that takes marks, and notes them."""
+        """Runs a plan that takes marks, and records them."""
         marks = marked.marks
         assert marks is not None
         device = marks.device
-        if marks.cuda and device not in self._clock_events:
-            self._clock_events[device] = _clock_event(device)
-        moments = [] if marks.own else _take_events(marks.count, device) if marks.cuda else [0.0] * marks.count
+        if marks.cuda and device not in self.clock_events:
+            self.clock_events[device] = _clock_event(device)
+        moments = [] if marks.own else take_events(marks.count, device) if marks.cuda else [0.0] * marks.count
         args.append(moments)
         begin = time.perf_counter()
         results = marked(args)
         end = time.perf_counter()
         memory = _allocated(device) if marks.cuda else None
         thread, owner = threading.current_thread().name, weakref.ref(planner)
-        raw = _Raw(marks, moments, begin, end, thread, planner.name, owner, memory)
+        raw = RawCall(marks, moments, begin, end, thread, planner.name, owner, memory)
         with self._lock:
             if self.ended is None:
-                kept = self._raw.setdefault(marks.key, deque())
-                kept.append(raw)
-                if len(kept) > self._keep:
-                    _return_events(kept.popleft())
+                latest = self.raw_calls.setdefault(marks.key, deque())
+                latest.append(raw)
+                if len(latest) > self._keep:
+                    _return_events(latest.popleft())
         return results
 
     def missed(self, reason: str) -> None:
@@ -129,23 +129,24 @@ class Recording:
     def _end(self) -> None:
         with self._lock:
             self.ended = time.perf_counter()
-        for device in tuple(self._clock_events):  # a call that began before may still add one
+        for device in tuple(self.clock_events):  # a call that began before may still add one
             torch.cuda.synchronize(device)
-        groups: dict[Any, tuple[list[Call], _Raw]] = {}
+        groups: dict[Any, tuple[list[Call], RawCall]] = {}
         read: set[int] = set()
-        for raw in sorted((raw for kept in self._raw.values() for raw in kept), key=lambda raw: -raw.begin):
+        for raw in sorted((raw for latest in self.raw_calls.values() for raw in latest), key=lambda raw: -raw.begin):
             call = self._call(raw, read)
             groups.setdefault((id(raw.owner), call.phase, call.plan), ([], raw))[0].append(call)
         self._plans = [RecordedPlan(calls[::-1], raw.marks, raw.owner) for calls, raw in groups.values()]
         self._plans.sort(key=lambda plan: plan.calls[0].begin)
-        for kept in self._raw.values():
-            for raw in kept:
+        for latest in self.raw_calls.values():
+            for raw in latest:
                 _return_events(raw)
-        self._raw.clear()
-        self._clock_events.clear()
+        self.raw_calls.clear()
+        self.clock_events.clear()
 
-    def _call(self, raw: _Raw, read: set[int]) -> Call:
-        """`read`: the marks of later calls, which a graph's launches have in common."""
+    def _call(self, raw: RawCall, read: set[int]) -> Call:
+        """Reads the events of a call. `read`: marks that later calls have used, since launches of a graph share
+        them."""
         spans: tuple[Span, ...] = ()
         note = ""
         if id(raw.moments[0]) in read and raw.marks.own:
@@ -162,11 +163,11 @@ class Recording:
             begin=raw.begin - self.began, end=raw.end - self.began, memory=raw.memory, note=note,
         )  # fmt: skip
 
-    def _times(self, raw: _Raw) -> list[float]:
+    def _times(self, raw: RawCall) -> list[float]:
         if isinstance(raw.moments[0], float):
             return [moment - self.began for moment in raw.moments]
-        base, at = self._clock_events[raw.marks.device]
-        first = raw.moments[raw.marks.spans[0][0]]  # a difference is a float32: small ones are exact
+        base, at = self.clock_events[raw.marks.device]
+        first = raw.moments[raw.marks.spans[0][0]]  # differences are float32: only small ones are exact
         start = at - self.began + base.elapsed_time(first) / 1e3
         return [start + first.elapsed_time(moment) / 1e3 for moment in raw.moments]
 
@@ -176,7 +177,7 @@ class Recording:
     def plans(self) -> tuple[RecordedPlan, ...]:
         """The calls, plan by plan, in the order of their first ones."""
         if self.ended is None:
-            raise RecordingError("the recording is still on", advice="read it behind the `with` block")
+            raise RecordingError("the recording is still on", advice="read it after the `with` block")
         return tuple(self._plans)
 
     @property
@@ -185,31 +186,33 @@ class Recording:
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """A timeline for each plan: of the call that took the median time, from its start."""
+        """A timeline for each plan: its median call, from its start."""
         return tuple(plan.timeline for plan in self.plans if plan.timed)
 
     def trace(self, profile: str | Path | Mapping[str, Any] | Any = None) -> dict[str, Any]:
-        """All calls as Chrome, Perfetto and torch's tools know them; see `save`."""
+        """All calls as a trace in Chrome's format; see `save`."""
         shown = [Shown(c, plan.document(c) if c.spans else None, plan.title) for plan in self.plans for c in plan.calls]
         made = trace_of(sorted(shown, key=lambda s: s.call.begin))
         return made if profile is None else join(made, profile, self._wall)
 
     def save(self, path: str | Path, *, profile: str | Path | Mapping[str, Any] | Any = None) -> None:
-        """Writes a trace for ui.perfetto.dev or `dynaflow view`: tasks by lane, what they wait for, calls of the host.
+        """Writes a trace for ui.perfetto.dev or `dynaflow view`: tasks by lane, their dependencies, the host's calls.
 
-        profile: a torch.profiler.profile that has ended, or a trace that it has exported. Its events come along, in
-        processes of their own, on one clock with ours: the wall clock, to some tens of microseconds.
+        profile: a finished torch.profiler.profile, or a trace that it has exported. Its events are added, in separate
+        processes, on the same clock as ours: the wall clock, to some tens of microseconds.
         """
         text = json.dumps(self.trace(profile))
         try:
             Path(path).write_text(text)
         except (OSError, TypeError) as e:
-            advice = "name a file in a folder that is there"
+            advice = "name a file in an existing folder"
             raise RecordingError(f"{shown(path)} can't be written: {e}", advice=advice) from e
 
     def report(self, planner: Planner | None = None) -> Report:
-        """Of the plan that took most of the time, of all models or of one. What the uncut graph takes is known if it
-        was recorded too."""
+        """Reports on the plan that took the most time, of all models or of one.
+
+        It compares with the uncut graph if that was recorded too.
+        """
         found = [p for p in self.plans if p.timed and (planner is None or p.owner() is planner)]
         if not found:
             raise RecordingError(f"no times of tasks were recorded: {self}", advice="call a compiled model inside")
@@ -230,14 +233,14 @@ class Recording:
 
 
 def report_on(recorded: RecordedPlan, **known: Any) -> Report:
-    """The report on a plan's median call."""
+    """Reports on a plan's median call."""
     issued = recorded.host if recorded.device.type != "cpu" else None
     known = {"calls": len(recorded.calls), **known}
     return report_of(recorded.timeline, after=_data_order(recorded), host=issued, **known)
 
 
 def _data_order(recorded: RecordedPlan) -> list[list[int]] | None:
-    """Of each task: those that it needs something of, whichever lane they are on."""
+    """For each task, the tasks on any lane whose results it needs."""
     if recorded.plan.sequential:
         return None
     graph, tasks = recorded.graph, recorded.plan.tasks
@@ -261,7 +264,7 @@ def _data_order(recorded: RecordedPlan) -> list[list[int]] | None:
 
 
 def _clock_event(device: torch.device) -> tuple[Any, float]:
-    """An event on an idle device is over as soon as it is recorded: that is where both clocks meet."""
+    """Returns an event on an idle device, which happens when it is recorded, and the host's time then."""
     torch.cuda.synchronize(device)
     with torch.cuda.device(device):
         event = torch.cuda.Event(enable_timing=True)
@@ -271,31 +274,31 @@ def _clock_event(device: torch.device) -> tuple[Any, float]:
         return event, (before + time.perf_counter()) / 2
 
 
-_events: dict[torch.device, list[Any]] = {}
-"""Spare ones: to make one takes longer than to record it."""
+spare_events: dict[torch.device, list[Any]] = {}
+"""Spare events: creating one takes longer than recording it."""
 _spare = forks.lock()
 
 
-def _take_events(count: int, device: torch.device) -> list[Any]:
-    """Events for the marks of a call."""
+def take_events(count: int, device: torch.device) -> list[Any]:
+    """Takes events for the marks of a call."""
     with _spare:
-        events = _events.setdefault(device, [])
+        events = spare_events.setdefault(device, [])
         at = max(0, len(events) - count)
         taken, events[at:] = events[at:], []
     return taken + [_torch.timing_event() for _ in range(count - len(taken))]
 
 
-def _return_events(raw: _Raw) -> None:
-    """Takes a call's marks back, but not those of a graph, which records them again."""
+def _return_events(raw: RawCall) -> None:
+    """Returns a call's events to the spare ones, except a CUDA graph's, which records them again."""
     device = raw.marks.device
     if raw.marks.cuda and not raw.marks.own:
         with _spare:
-            if len(_events[device]) < MAX_SPARE_EVENTS:
-                _events[device].extend(raw.moments)
+            if len(spare_events[device]) < MAX_SPARE_EVENTS:
+                spare_events[device].extend(raw.moments)
 
 
 def _allocated(device: torch.device) -> int:
-    """What torch.cuda.memory_allocated says, without its detour over all other figures."""
+    """torch.cuda.memory_allocated, without computing all other statistics."""
     found: Any = torch.cuda.memory.memory_stats_as_nested_dict(device)
     for name in ("allocated_bytes", "all", "current"):
         found = found.get(name, {})

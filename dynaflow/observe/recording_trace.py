@@ -15,7 +15,7 @@ from dynaflow.observe.recorded_plan import Call
 
 
 class Shown(NamedTuple):
-    """A call, and its timeline if it is known."""
+    """A call, and its timeline if its times are known."""
 
     call: Call
     document: Document | None

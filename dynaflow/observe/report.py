@@ -1,10 +1,10 @@
-"""A measured run in words: what was busy, what overlapped, how near to the bound it is, and what keeps it from there.
+"""A report on a measured run: what was busy, what overlapped, how close it is to the bound, and what it loses.
 
-A lane's time is busy or idle. Were the uncut sequence spread evenly over the lanes, each would take its part of it.
-What a run takes longer is time in which no lane runs (the host); time before a lane's first task and after its last
-one (fill and drain); time in which a lane has less to do than others, or waits for them (imbalance); and time by which
-tasks are longer: side by side than alone (contention), alone in pieces than uncut (cut cost). Where none of that is
-lost, and the bound is further off, it takes more lanes to get there.
+A lane is busy or idle. Ideally, the uncut sequence would be spread evenly over the lanes. A run takes longer because
+of time in which no lane runs (the host); time before a lane's first task and after its last one (fill and drain); time
+in which a lane has less to do than others, or waits for them (imbalance); and because tasks take longer: side by side
+than alone (contention), alone in pieces than uncut (cut cost). If nothing of that is lost and the bound is still far,
+it needs more lanes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dynaflow.core.critical_path import longest_chains
-from dynaflow.core.plan_text import Span, on_cpu, resource_in_words
+from dynaflow.core.plan_text import Span, on_cpu, resource_label
 from dynaflow.observe.document import Document, TimedTask
 from dynaflow.observe.summary import kind, union
 
@@ -27,28 +27,29 @@ FEW = "too few lanes"
 ADVICE = {
     FILL: "Lanes start late and end early: split into more micro-batches, or give the first and the last operators of"
     " each to a lane that would be idle.",
-    IMBALANCE: "Some lanes have less to do, or wait for others: move operators between lanes, or order them so that"
-    " those that others wait for come first.",
+    IMBALANCE: "Some lanes have less to do, or wait for others: move operators between lanes, or issue first those"
+    " that others wait for.",
     CONTENTION: "Tasks take longer side by side than alone, since they want the same resource: pair operators that use"
     " different ones, hold one lane to a share of the SMs, or stay in sequence.",
     HOST: "Lanes wait for the host: cut less, use larger batches, or, on a GPU, replay the plan as one CUDA graph"
     " (cudagraph=\"plan\").",
     CUTS: "The pieces take longer than the uncut graph: cut at fewer operators, or split into fewer micro-batches.",
-    LONGER: "All tasks together take longer than the uncut graph, side by side or by themselves: fast.report(**inputs)"
-    " tells which, unless lanes have shares of the SMs.",
+    LONGER: "All tasks together take longer than the uncut graph, because of contention or cuts: fast.report(**inputs)"
+    " distinguishes them, unless lanes have shares of the SMs.",
     FEW: "All lanes are busy all the time, and tasks that need nothing of each other still run one after the other:"
     " spread them over more lanes, unless they want the same resource.",
 }  # fmt: skip
 
 AT_THE_BOUND = 0.03
-"""A run that is no further from it is there."""
+"""A run within this fraction of the bound is at the bound."""
 HOST_BOUND = 0.93
-"""Of the time: a host that takes so much of it to issue the work is what the device waits for."""
+"""If the host needs this fraction of the time to issue the work, the device waits for it."""
 PAIRS = 5
+"""Overlaps that are printed."""
 
 
 class Reason(NamedTuple):
-    """Why a run takes longer than it might."""
+    """Why a run takes longer than the bound."""
 
     name: str
     seconds: float
@@ -69,28 +70,28 @@ class Report:
     title: str
     device: str
     seconds: float
-    """From the first task to the end of the last: of the call that took the median time."""
+    """From the start of the first task to the end of the last one, in the median call."""
     calls: int
     lanes: Mapping[str, float]
-    """Of each lane, the part of the time in which it was busy."""
+    """The fraction of the time in which each lane was busy."""
     resources: Mapping[str, float]
-    """Of each resource, the part that was in use on average, by the cost model."""
+    """The fraction of each resource that was in use on average, by the cost model."""
     overlaps: tuple[Overlap, ...]
     """The longest first."""
     sequence: float | None
-    """What the uncut graph takes."""
+    """The time of the uncut graph."""
     path: float
-    """The longest chain of tasks that need each other's results."""
+    """The critical path: the longest chain of tasks that need each other's results."""
     reasons: tuple[Reason, ...]
     """The largest first; none if it is at the bound."""
     host: float | None
-    """What the host takes to issue the work; None on a CPU, where it does the work."""
+    """The time that the host needs to issue the work; None on a CPU, where it does the work."""
     predicted: float | None = None
-    """What the simulator says, from measured times of the operators."""
+    """The simulator's prediction, from measured times of the operators."""
 
     @property
     def overlap(self) -> float:
-        """The lanes' busy time together over the whole."""
+        """The sum of the lanes' busy times divided by the run time."""
         return math.fsum(self.lanes.values())
 
     @property
@@ -99,7 +100,7 @@ class Report:
 
     @property
     def bound(self) -> float:
-        """The larger of the path and what the busiest resource takes; the sequence, if even that is shorter."""
+        """The larger of the critical path and the busiest resource's time; the sequence's time, if that is shorter."""
         tasks = max([self.path, *(share * self.seconds for share in self.resources.values())])
         return tasks if self.sequence is None else min(tasks, self.sequence)
 
@@ -123,7 +124,7 @@ class Report:
         lanes = ", ".join(f"{name} {share:.0%}" for name, share in self.lanes.items())
         lines.append(f"Lanes were busy: {lanes}; together {self.overlap:.2f} of the time.")
         most_used = sorted(self.resources.items(), key=lambda r: -r[1])
-        used = [f"{resource_in_words(n, self.device)} {u:.0%}" for n, u in most_used if u >= 0.005]
+        used = [f"{resource_label(n, self.device)} {u:.0%}" for n, u in most_used if u >= 0.005]
         if used:
             lines.append(f"In use by the cost model, on average: {', '.join(used)}.")
         pairs = [f"{o.one} with {o.other} for {_ms(o.seconds)}" for o in self.overlaps[:PAIRS]]
@@ -136,11 +137,11 @@ class Report:
         if self.seconds:
             most = f", a speed-up of {self.sequence / self.bound:.2f}x" if self.sequence and self.bound else ""
             reached = f"{self.bound / self.seconds:.0%} of that speed is reached"
-            limit = resource_in_words(self.limit, self.device)
+            limit = resource_label(self.limit, self.device)
             lines.append(f"The bound is {_ms(self.bound)} ({limit}){most}; {reached}.")
         if self.reasons:
-            told = ", ".join(f"{reason.name} {_ms(reason.seconds)}" for reason in self.reasons)
-            lines += [f"What keeps it from there: {told}.", f"To try: {self.advice}"]
+            losses = ", ".join(f"{reason.name} {_ms(reason.seconds)}" for reason in self.reasons)
+            lines += [f"What keeps it from there: {losses}.", f"To try: {self.advice}"]
         elif self.seconds:
             lines.append("It is at the bound, as far as these times tell: only faster operators would help.")
         return "\n".join(lines)
@@ -156,10 +157,12 @@ def report_of(
     alone: Sequence[float] | None = None,
     predicted: float | None = None,
 ) -> Report:
-    """after: of each task, those that it needs something of; by default those that it waits for, and its lane's last.
-    host: seconds that it took to issue the work, if that is not the work itself.
-    sequence: seconds of the uncut graph. alone: of each task, when nothing runs beside it.
-    predicted: what the simulator says that the run takes.
+    """Reports on a timeline.
+
+    after: for each task, those whose results it needs; by default those it waits for and the last one on its lane.
+    host: seconds that the host needed to issue the work, if it doesn't do the work itself.
+    sequence: seconds of the uncut graph. alone: seconds of each task when it runs alone.
+    predicted: the simulator's prediction.
     """
     seconds = document.length
     lengths = [t.seconds for t in document.tasks] if alone is None else [
@@ -184,8 +187,8 @@ def report_of(
     if rest <= AT_THE_BOUND * seconds:
         return made
     found = _reasons(document, busy, host, sequence, alone)
-    kept = [Reason(name, min(lost, rest)) for name, lost in found.items() if lost > 0.01 * seconds]
-    reasons = tuple(sorted(kept, key=lambda reason: -reason.seconds))
+    losses = [Reason(name, min(lost, rest)) for name, lost in found.items() if lost > 0.01 * seconds]
+    reasons = tuple(sorted(losses, key=lambda reason: -reason.seconds))
     return replace(made, reasons=reasons or (Reason(FEW, rest),))
 
 
@@ -196,24 +199,23 @@ def _reasons(
     sequence: float | None,
     alone: Sequence[float] | None,
 ) -> dict[str, float]:
-    """Mean over the lanes that have work: the seconds lost to each."""
+    """The seconds lost to each cause, on average over the lanes that have work."""
     lanes = [name for name in busy if busy[name] > 0]
     if not lanes:
         return {HOST: document.length}
     tasks, whole = document.tasks, (document.begin, document.end)
-    nobody = _gaps(union((t.start, t.end) for t in tasks), whole)
+    all_idle = _gaps(union((t.start, t.end) for t in tasks), whole)
     most, count = max(busy[name] for name in lanes), len(lanes)
-    found = {HOST: _length(nobody)}
+    found = {HOST: _length(all_idle)}
     if host is not None and host >= HOST_BOUND * document.length:
-        found[HOST] = document.length  # tasks look longer than they are: each ends when the next one is issued
-    idle = fill = less = 0.0
+        found[HOST] = document.length  # tasks seem longer than they are: each ends when the next one is issued
+    idle = fill = 0.0
     for name in lanes:
         runs = _running(tasks, name)
         outside = [(whole[0], runs[0][0]), (runs[-1][1], whole[1])]
-        ends = _length(outside) - math.fsum(_common(a, b) for a in outside for b in nobody)
-        idle += document.length - busy[name] - _length(nobody)
-        less += most - busy[name]
-        fill += max(0.0, ends - (most - busy[name]))  # a lane with less to do is bound to start late or end early
+        ends = _length(outside) - math.fsum(_common(a, b) for a in outside for b in all_idle)
+        idle += document.length - busy[name] - _length(all_idle)
+        fill += max(0.0, ends - (most - busy[name]))  # a lane with less to do has to start late or end early
     found[FILL] = fill / count
     found[IMBALANCE] = max(0.0, idle - fill) / count
     total = math.fsum(busy.values())
@@ -247,7 +249,7 @@ def _resources(tasks: Sequence[TimedTask], lengths: Sequence[float], seconds: fl
 
 
 def _overlaps(tasks: Sequence[TimedTask]) -> tuple[Overlap, ...]:
-    """By tags, or by kinds of operators where there are none."""
+    """The overlaps by tags, or by kinds of operators that have no tags."""
     moments = sorted(
         [(t.start, 1, i) for i, t in enumerate(tasks) if t.seconds] + [(t.end, 0, i) for i, t in enumerate(tasks)]
     )

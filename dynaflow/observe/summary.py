@@ -1,4 +1,4 @@
-"""What a timeline says: what each task was held up by, the critical path, and why lanes were idle."""
+"""What a timeline shows: which task delayed each task, the critical path, and why lanes were idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynaflow.core.plan_text import Span, kind_of
 from dynaflow.observe.document import Document, TimedTask
 
 SAME = 1e-9
-"""Of a timeline's length: moments that are so close are one. Sums of times differ by roundings."""
+"""Times that differ by less than this fraction of the timeline's length are equal: sums have rounding errors."""
 
 BEFORE, BETWEEN, AFTER = "before its first task", "between tasks", "after its last task"
 
@@ -35,7 +35,7 @@ class LaneUse:
     busy: float
     idle: float
     causes: tuple[Share, ...]
-    """What it was idle for, the longest first."""
+    """Why it was idle, the longest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class Summary:
     blocked_by: tuple[int, ...]
     """For each task, the one whose end let it start; -1 if there is none."""
     path: tuple[int, ...]
-    """The critical path: each task was held up by the one before, and the last one ends the run."""
+    """The critical path: each task was delayed by the one before, and the last one ends the run."""
     on_path: tuple[Share, ...]
     """Its time by kinds of operators, the longest first."""
     waiting: float
-    """The time on it in which no task of it runs: launches, or whatever the timeline does not know."""
+    """The time in which no task of the path runs: launches, or something that the timeline does not contain."""
     lanes: tuple[LaneUse, ...]
 
 
@@ -72,11 +72,11 @@ def summarize(document: Document) -> Summary:
 
 
 def _blocked_by(document: Document) -> tuple[int, ...]:
-    """Of the tasks that one waits for, and the one before it on its lane, the one that ended last."""
+    """For each task: of those that it waits for and the one before it on its lane, the one that ended last."""
     tasks, near = document.tasks, SAME * document.length
 
     def earlier(a: int, b: int) -> bool:
-        return (tasks[a].start, a) < (tasks[b].start, b)  # so that no path goes in a circle, whatever a clock says
+        return (tasks[a].start, a) < (tasks[b].start, b)  # no path can be a cycle, even with wrong clocks
 
     blocked_by = [-1] * len(tasks)
     running: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
@@ -128,7 +128,7 @@ def _use(document: Document, lane: str, blocked_by: Sequence[int]) -> LaneUse:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The times that lie in any of them."""
+    """Returns the union of the spans, in order."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

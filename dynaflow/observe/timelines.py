@@ -1,12 +1,12 @@
-"""Timelines of plans, simulations and runs."""
+"""Timelines made from plans, simulations and measured runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
-from dynaflow.capture.batch_analysis.probe import concrete
-from dynaflow.core.plan import Item, Lane, Plan, Task, one_by_one
+from dynaflow.capture.captured_graph import concrete
+from dynaflow.core.plan import Item, Lane, Plan, Task, operator_by_operator
 from dynaflow.core.plan_form import check_form
 from dynaflow.core.plan_text import Span, steps_of
 from dynaflow.cost.costs import Costs
@@ -17,11 +17,11 @@ from dynaflow.observe.document import Counter, Document, Source, TimedTask
 from dynaflow.partition.op_graph import Op, OpGraph
 
 MOST_VALUES = 16
-"""An operator that reads more of them is not understood from a list."""
+"""A longer list of an operator's values is truncated."""
 
 
 def of_plan(plan: Plan, graph: OpGraph | None = None, *, title: str = "") -> Document:
-    """Every task takes one step: what a plan orders, without knowing how long anything takes.
+    """The timeline of a plan, in which every task takes one step: the order without any times.
 
     A sequential plan has the operators of its graph; without the graph, nothing.
     """
@@ -33,10 +33,10 @@ def of_plan(plan: Plan, graph: OpGraph | None = None, *, title: str = "") -> Doc
 def of_simulation(
     simulation: Simulation, graph: OpGraph | None = None, costs: Costs | None = None, *, title: str = ""
 ) -> Document:
-    """With `costs`, each task's use of the device as well."""
+    """The timeline of a simulation. With `costs`, it includes each task's use of the device."""
     whole = _spelled_out(simulation.plan, graph)
     if simulation.plan.sequential and graph is None:
-        whole = one_by_one(simulation.plan, [s.name for s in simulation.spans])
+        whole = operator_by_operator(simulation.plan, [s.name for s in simulation.spans])
     curves: dict[str, list[tuple[float, float]]] = {}
     for name in (name for name, share in simulation.busy.items() if share > 0):
         curves[name] = [(load.start, round(load.uses.get(name, 0.0), 4)) for load in simulation.loads]
@@ -64,19 +64,19 @@ def of_spans(
     device: str = "",
     costs: Costs | None = None,
 ) -> Document:
-    """A measured run: when each task of the plan started and ended, in seconds.
+    """The timeline of a measured run, given when each task of the plan started and ended, in seconds.
 
-    Of a sequential plan the spans are those of the graph's operators; without the graph there is one, of it all.
-    With `costs`, each task's use of the device as well.
+    The spans of a sequential plan are those of the graph's operators; without the graph, one for the whole.
+    With `costs`, it includes each task's use of the device.
     """
     whole = _spelled_out(plan, graph)
     if plan.sequential and graph is None:
-        whole = one_by_one(plan, ["model"])
+        whole = operator_by_operator(plan, ["model"])
     return _document(plan, whole, spans, "measured", title, graph, costs=costs, device=device)
 
 
 def _spelled_out(plan: Plan, graph: OpGraph | None) -> Plan:
-    return one_by_one(plan, [op.name for op in graph.ops]) if plan.sequential and graph is not None else plan
+    return operator_by_operator(plan, [op.name for op in graph.ops]) if plan.sequential and graph is not None else plan
 
 
 def _document(
@@ -92,7 +92,7 @@ def _document(
     counters: tuple[Counter, ...] = (),
     whole_time: Span | None = None,
 ) -> Document:
-    """`whole` is the plan with each of its tasks, also if it is sequential."""
+    """`whole`: the plan with all its tasks, even if it is sequential."""
     if len(spans) != len(whole.tasks):
         raise TimelineError(
             f"{len(spans)} spans for a plan of {len(whole.tasks)} tasks",
@@ -114,7 +114,7 @@ def _document(
 
 
 class _Facts:
-    """What is known of a plan's tasks beside their times. Equal ones are looked at once."""
+    """What is known of a plan's tasks in addition to their times. Values are described once."""
 
     def __init__(self, plan: Plan, graph: OpGraph | None, costs: Costs | None) -> None:
         self.plan, self.graph, self.costs = plan, graph, costs
@@ -171,7 +171,7 @@ class _Facts:
         return self._values[index, rows]
 
     def _used(self, ops: Sequence[Op], rows: Sequence[int], lane: str) -> tuple[dict[str, float], int | None]:
-        """Of each resource the mean over the task's time, and the bytes that it moves."""
+        """Returns the mean use of each resource over the task's time, and the bytes that it moves."""
         if self.costs is None or not ops:
             return {}, None
         sms = self._sms.get(lane)
@@ -184,7 +184,7 @@ class _Facts:
 
 
 def _changes(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
-    """Points whose value is another than before."""
+    """Yields the points at which the value changes."""
     last = None
     for moment, value in points:
         if value != last:

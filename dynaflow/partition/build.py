@@ -4,14 +4,13 @@
 the OpGraph. Does not change the captured graph. Raises nothing: an operator that can't be split says why.
 
 Views, sizes and regions (autocast, grad mode) are recomputed wherever they are used, so each value that crosses
-operators is
-a tensor that owns its memory. Results that are views of inputs, or of memory that other results share, are made by the
-epilogue from whole values, which preserves the model's aliasing.
+operators is a tensor that owns its memory. Results that are views of inputs, or of memory that other results share, are
+made by the epilogue from whole values, which preserves the model's aliasing.
 
-1. copy:     each group's nodes into a subgraph, and what makes the results into the epilogue. What they read of other
-             groups has to cross.
+1. copy:      each group's nodes into a subgraph, and what makes the results into the epilogue. What they read of other
+              groups has to cross.
 2. operators: each returns what others read. Values are numbered; accesses, order and refusals are collected.
-3. results:  what each of the graph's results is, and which operator first mixes rows.
+3. results:   what each of the graph's results is, and which operator first mixes rows.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.probe import Probe
-from dynaflow.capture.batch_analysis.signatures import Merged, dim_in
+from dynaflow.capture.batch_analysis.node_facts import Probe
+from dynaflow.capture.batch_analysis.signatures import MergedDim, dim_in
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.collectives import group_of
 from dynaflow.capture.node_info import module_stack, source_line, target_names
@@ -40,10 +39,10 @@ def build(
     probe: Probe,
     groups: list[Group],
     after: dict[fx.Node, set[fx.Node]],
-    followed: dict[fx.Node, list[fx.Node]],
+    serial_calls: dict[fx.Node, list[fx.Node]],
 ) -> OpGraph:
-    """`after`: predecessors of each node. `followed`: calls that must run for all earlier rows before a call."""
-    return _Build(GroupedGraph(graph, probe, groups, after, followed)).op_graph()
+    """`after`: predecessors of each node. `serial_calls`: calls that must run for all earlier rows before a call."""
+    return _Build(GroupedGraph(graph, probe, groups, after, serial_calls)).op_graph()
 
 
 class _Build:
@@ -98,7 +97,7 @@ class _Build:
         if splittable and self.graph.merged_calls:  # a declaration may cover only some of the merged calls
             splittable = None
         refusal, line = self.refusals.of(piece, splittable, outs)
-        followed = [a for n in group.nodes for a in cut.followed.get(n, ())]
+        serial_calls = [a for n in group.nodes for a in cut.serial_calls.get(n, ())]
         return Op(
             index=index,
             name=name,
@@ -109,13 +108,13 @@ class _Build:
             writes=tuple(writes),
             accesses=self._accesses(group, outs),
             after=tuple(sorted({cut.home[d] for n in group.nodes for d in cut.after[n]} - {index})),
-            serial_after=tuple(sorted({m for a in followed if (m := cut.maker(a)) is not None})),
+            serial_after=tuple(sorted({m for a in serial_calls if (m := cut.maker(a)) is not None})),
             shared=shared,
             refusal=None if shared else refusal,
             line=line or next((ln for n in group.nodes if (ln := source_line(n))), None),
             functions=tuple(target_names(n)[0] for n in group.nodes),
             groups=tuple(dict.fromkeys(found for n in group.nodes if (found := group_of(n)) is not None)),
-            has_hidden_state=any(n in cut.followed.get(n, ()) for n in group.nodes),
+            has_hidden_state=any(n in cut.serial_calls.get(n, ()) for n in group.nodes),
         )
 
     def _accesses(self, group: Group, outs: list[fx.Node]) -> tuple[tuple[int, bool], ...]:
@@ -180,7 +179,7 @@ class _Build:
             return Result(number=_torch.number(node.meta.get("example_value")))
         place = next(iter(self.probe.dims(node)), None)
         return Result(
-            dim=None if isinstance(place, Merged) else place,
+            dim=None if isinstance(place, MergedDim) else place,
             shape=self.graph.shapes.get(node),
             storages=frozenset(self.cut.storages(node)),
             input=self.cut.input_of.get(self.cut.argument_of(node)),

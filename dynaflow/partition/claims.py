@@ -22,8 +22,8 @@ from torch import fx
 
 from dynaflow.capture.annotations import marks_of, tag_tuple
 from dynaflow.capture.batch_analysis.aten_calls import RNG
-from dynaflow.capture.batch_analysis.probe import Probe
-from dynaflow.capture.collectives import waited
+from dynaflow.capture.batch_analysis.node_facts import Probe
+from dynaflow.capture.collectives import awaited_collective
 from dynaflow.capture.node_info import ORIGIN, module_calls, module_stack, names_of, target_names
 from dynaflow.capture.optimizer_ops import UPDATE
 from dynaflow.errors import PartitionError, nearest
@@ -56,7 +56,7 @@ def claim(work: list[fx.Node], probe: Probe, rules: Sequence[Rule], complete: bo
             claims[node] = _state_claim(node, claims[node])
     # 3. collectives
     for place, node in enumerate(work):
-        if (collective := waited(node)) is not None:
+        if (collective := awaited_collective(node)) is not None:
             if claims[collective] is None and work[place - 1] is not collective:  # another node may come in between
                 stack = module_stack(collective)
                 name = _below(stack, target_names(collective)[0])

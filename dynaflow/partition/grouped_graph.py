@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.probe import NodeFacts, Probe
+from dynaflow.capture.batch_analysis.node_facts import NodeFacts, Probe
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.node_info import target_names
 from dynaflow.core.fx_graphs import results_of
@@ -50,11 +50,12 @@ class GroupedGraph:
         probe: Probe,
         groups: list[Group],
         after: dict[fx.Node, set[fx.Node]],
-        followed: dict[fx.Node, list[fx.Node]],
+        serial_calls: dict[fx.Node, list[fx.Node]],
     ) -> None:
-        """`after`: predecessors of each node. `followed`: calls that must run for all earlier rows before a call."""
+        """`after`: predecessors of each node. `serial_calls`: calls that must run for all earlier rows before a
+        call."""
         self.graph, self.probe, self.facts, self.groups = graph, probe, probe.facts, groups
-        self.after, self.followed = after, followed
+        self.after, self.serial_calls = after, serial_calls
         self.home = {n: g for g, group in enumerate(groups) for n in group.nodes}
         """Node -> its group."""
         self.position = {n: i for i, n in enumerate(graph.gm.graph.nodes)}

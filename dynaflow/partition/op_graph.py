@@ -9,7 +9,7 @@ from functools import cached_property
 import sympy
 from torch import fx
 
-from dynaflow.capture.batch_analysis.probe import OutVariant
+from dynaflow.capture.batch_analysis.node_facts import OutVariant
 from dynaflow.capture.captured_graph import CapturedGraph, Shape
 
 

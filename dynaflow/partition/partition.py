@@ -1,13 +1,13 @@
 """Cuts a captured graph into operators, as the rules say.
 
 *Contract.* Consumes a captured graph, its probe and the rules. Returns an OpGraph whose operators, in order, compute
-what the
-graph does. Does not change the captured graph. Raises PartitionError if a rule of a whole model matches nothing.
+what the graph does. Does not change the captured graph. Raises PartitionError if a rule of a whole model matches
+nothing.
 
 1. claim:  which nodes a rule or a mark wants, and under which name (`claims`).
 2. order:  which node must come after which: by data, by memory that one of them writes, by declared state.
 3. group:  nodes of one claim join one operator unless that forms a cycle; each connected run of unclaimed nodes becomes
-an operator too. Nodes that mix rows are kept apart from those that don't, which can be split.
+an operator too. Nodes that mix rows are separated from those that don't, which can be split.
 4. build:  each group becomes an operator with a graph of its own (`build`).
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import fx
 
-from dynaflow.capture.batch_analysis.probe import NodeFacts, Probe
+from dynaflow.capture.batch_analysis.node_facts import NodeFacts, Probe
 from dynaflow.capture.captured_graph import CapturedGraph
-from dynaflow.capture.op_registry import followed
+from dynaflow.capture.op_registry import serial_calls
 from dynaflow.partition.build import build
 from dynaflow.partition.claims import Claim, claim
 from dynaflow.partition.grouped_graph import Group, bases_of, is_dtensor, is_region
@@ -40,14 +40,14 @@ def partition(graph: CapturedGraph, probe: Probe, rules: Sequence[Rule], *, comp
     work = [n for n in graph.gm.graph.nodes if _is_work(n, probe.facts)]
     claims = claim(work, probe, rules, complete)
     # 2. order
-    follows = followed(graph.gm.graph)
-    after = _order(work, probe, follows)
+    serial = serial_calls(graph.gm.graph)
+    after = _order(work, probe, serial)
     # 3. group
     if graph.phase == "backward":
         claims = _claim_weight_gradients(work, _without_declarations(claims), after, probe)
     groups = _group(work, claims, after, probe)
     # 4. build
-    return build(graph, probe, groups, after, follows)
+    return build(graph, probe, groups, after, serial)
 
 
 def _is_work(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
@@ -62,7 +62,7 @@ def _is_work(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
 
 
 def _order(
-    work: list[fx.Node], probe: Probe, follows: dict[fx.Node, list[fx.Node]]
+    work: list[fx.Node], probe: Probe, serial: dict[fx.Node, list[fx.Node]]
 ) -> dict[fx.Node, set[fx.Node]]:
     """Direct predecessors of each node: by value, by memory, and by declared state."""
     facts = probe.facts
@@ -71,7 +71,7 @@ def _order(
     writer: dict[int, fx.Node] = {}
     readers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in work:
-        read = (*node.all_input_nodes, *follows.get(node, ()))
+        read = (*node.all_input_nodes, *serial.get(node, ()))
         deps = {base for a in read for base in bases_of(a, facts) if base in after}
         for s in facts[node].reads & written:
             if s in writer:

@@ -21,10 +21,10 @@ from dynaflow.errors import PartitionError, shown, user_line
 class SplitModule:
     """Each call of a matching module becomes one operator, named by the module's path.
 
-    `match` is a glob on the path ("*.self_attn"), a compiled regular expression, or a module class.
-    `splittable` overrides the analysis: True if the module treats the rows of the batch independently in a way that the
-    analysis can't see (sorted expert tokens, custom kernels), False to keep it whole. A rule that matches nothing in a
-    model is an error, unless it is `optional`.
+    `match` is a glob on the path ("*.self_attn"), a compiled regular expression, or a module class. `splittable`
+    overrides the analysis: True if the module treats the rows of the batch independently in a way that the analysis
+    can't see (sorted expert tokens, custom kernels), False to keep it whole. A rule that matches nothing in a model is
+    an error, unless it is `optional`.
     """
 
     match: str | re.Pattern[str] | type[nn.Module]
@@ -59,10 +59,10 @@ class SplitFunc:
     """Each matching call becomes one operator.
 
     Calls of a Python function that torch.compile inlines are distinguished by their line: a loop that calls it from one
-    line makes one operator, unless other operators come in between. `mark` distinguishes these calls too.
-    `match` is an operator (`torch.ops.aten.mm`, any overload or one), a Python function
-    (`torch.nn.functional.linear`), or a glob on the name of the call's target ("*attention*"). Collectives, torch's
-    and declared ones, also match "collective::NAME". A functional collective and the wait for its result are one call.
+    line makes one operator, unless other operators come in between. `mark` distinguishes these calls too. `match` is an
+    operator (`torch.ops.aten.mm`, any overload or one), a Python function (`torch.nn.functional.linear`), or a glob on
+    the name of the call's target ("*attention*"). Collectives, torch's and declared ones, also match
+    "collective::NAME". A functional collective and the wait for its result are one call.
     """
 
     match: Any

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dynaflow.capture.batch_analysis.aten_calls import RNG
-from dynaflow.capture.batch_analysis.signatures import Merged, dim_in
+from dynaflow.capture.batch_analysis.signatures import MergedDim, dim_in
 from dynaflow.capture.node_info import addresses_memory, source_line, target_names
 from dynaflow.core.memory_layout import is_dense
 from dynaflow.partition.claims import has_no_rows, is_inside
@@ -236,7 +236,7 @@ class SplitRefusals:
         if node not in self.cut.graph.shapes or len(dims) - dims.count(None) > 1:
             return True
         alone = all(
-            place is None or (isinstance(place, Merged) and value.shape[place.dim] == place.behind * rows)
+            place is None or (isinstance(place, MergedDim) and value.shape[place.dim] == place.outer * rows)
             for place, rows in zip(dims, self.probe.rows, strict=True)
         )
         written = bool(self.cut.storages(node) & self.cut.written)

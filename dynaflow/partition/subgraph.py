@@ -1,6 +1,8 @@
 """The fx graph of one operator, or of the epilogue.
 
-Nodes of a group are copied in. What they use is copied too (views, sizes, regions) or becomes an input.
+*Contract.* `copy_group` copies a group's nodes, `copy_results` what makes the graph's results. What they use is copied
+too (views, sizes, regions) or becomes an input. `module` returns the graph: symbols first, then values. The captured
+graph does not change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The memory of a plan's buffers: one block, which a run takes and gives back.
+"""The memory of a plan's buffers: one block, which a run takes and returns.
 
-Plans of one model share blocks, so memory is that of the largest plan, as often as runs overlap. What a plan sees of
-a block is cut once and kept with it: a run finds its buffers ready.
+Plans of one model share blocks, so the memory is that of the largest plan, times the number of runs that overlap. The
+views of a plan's buffers are made once for each block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dynaflow.core import forks
-from dynaflow.runtime.cuda_lanes import Turns, capturing
+from dynaflow.runtime.cuda_lanes import RunOrder, capturing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +38,19 @@ class View:
 class Block:
     memory: torch.Tensor
     views: WeakKeyDictionary[Arena, tuple[torch.Tensor, ...]] = field(default_factory=WeakKeyDictionary)
-    turns: Turns = field(default_factory=Turns)
+    order: RunOrder = field(default_factory=RunOrder)
 
 
 class BlockPool:
-    """The blocks of one compiled model that no run has taken."""
+    """The free blocks of one compiled model."""
 
     def __init__(self) -> None:
         self._blocks: dict[torch.device, list[Block]] = {}
         self._lock = forks.lock()
+
+    def blocks(self, device: torch.device) -> list[Block]:
+        with self._lock:
+            return list(self._blocks.get(device, ()))
 
     def take(self, device: torch.device, nbytes: int) -> Block:
         with self._lock:
@@ -54,37 +58,37 @@ class BlockPool:
             block = min((b for b in blocks if b.memory.numel() >= nbytes), key=lambda b: b.memory.numel(), default=None)
             if block is not None:
                 blocks.remove(block)
-        if block is None:  # a larger one takes the place of the others
+        if block is None:  # a larger one replaces the others
             self.clear(device)
             return Block(_new(device, nbytes))
         if device.type == "cuda":
-            block.turns.enter(device)
+            block.order.enter(device)
         return block
 
     def clear(self, device: torch.device) -> None:
-        """Lets go of what no run has taken."""
+        """Releases the free blocks."""
         with self._lock:
             blocks = self._blocks.pop(device, [])
         if device.type == "cuda":
             for block in blocks:  # the last run on it may not have ended
-                block.turns.enter(device)
+                block.order.enter(device)
                 block.memory.record_stream(torch.cuda.current_stream(device))
 
     def give(self, device: torch.device, block: Block) -> None:
         if device.type == "cuda":
-            block.turns.leave(device)
+            block.order.leave(device)
         with self._lock:
             self._blocks.setdefault(device, []).append(block)
 
 
 class Arena:
-    """What one plan sees of the pool; without one, each run has a block of its own, which goes when it is over."""
+    """The buffers of one plan in the blocks of a pool. Without a pool, each run allocates a block."""
 
     def __init__(self, views: Sequence[View], nbytes: int, device: torch.device, pool: BlockPool | None) -> None:
         self._views, self._nbytes, self._device, self._pool = tuple(views), nbytes, device, pool
 
     def take(self) -> tuple[Block, tuple[torch.Tensor, ...]]:
-        """A block and the plan's buffers in it. While a CUDA graph is captured: new ones, which belong to the graph."""
+        """A block and the plan's buffers in it. During a CUDA graph capture, a new block, owned by the graph."""
         pool = self._shared()
         block = Block(_new(self._device, self._nbytes)) if pool is None else pool.take(self._device, self._nbytes)
         if self not in block.views:
@@ -93,7 +97,7 @@ class Arena:
         return block, block.views[self]
 
     def give(self, block: Block) -> None:
-        # Without a pool nothing is to be done: it was made on the caller's stream, which all lanes have joined by now.
+        # Without a pool: the block was allocated on the caller's stream, which all lanes have joined by now.
         if (pool := self._shared()) is not None:
             pool.give(self._device, block)
 

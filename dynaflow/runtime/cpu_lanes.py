@@ -1,6 +1,6 @@
-"""CPU lanes: worker threads, one for each lane name, and the call that runs a plan's lanes on them.
+"""CPU lanes: worker threads, one for each lane after the first, and the run of a plan's lanes on them.
 
-A lane's share is a number of threads; priorities have no effect here.
+A lane's share is a number of threads. Priorities have no effect.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from dynaflow.core import forks
 
 Lane = Callable[[], None]
-Job = tuple["Call", Lane, LockType]
-"""A lane of a call, and what is released at its end."""
+Job = tuple["ThreadRun", Lane, LockType]
+"""A lane of a run, and the lock that is released at its end."""
 
 
 class LanePool:
-    """The worker threads of one compiled model. They end when it is gone; a child process gets its own."""
+    """The worker threads of one compiled model. They end with it; a forked process starts its own."""
 
     def __init__(self) -> None:
         self._queues: list[SimpleQueue[Job | None]] = []
         self._lock = forks.lock()
         self._finalizer = weakref.finalize(self, _stop, self._queues)
-        forks.tell(self)
+        forks.register(self)
 
-    def give_out(self, call: Call, lanes: Sequence[Lane]) -> list[LockType]:
-        """Lane i goes to worker i. Returns what is released when they end."""
+    def give_out(self, call: ThreadRun, lanes: Sequence[Lane]) -> list[LockType]:
+        """Lane i runs on worker i. Returns the locks that are released when the lanes end."""
         done = []
-        with self._lock:  # all at once, so that two callers' jobs stand in one order in every queue
+        with self._lock:  # all at once, so that every queue has the jobs of two callers in the same order
             if len(self._queues) < len(lanes):
                 self._start(len(lanes))
             for queue, lane in zip(self._queues, lanes, strict=False):
@@ -54,7 +54,7 @@ class LanePool:
             threading.Thread(target=_work, args=(queue,), name=name, daemon=True).start()
 
     def after_fork(self) -> None:
-        self._queues.clear()  # of workers that are the parent's
+        self._queues.clear()  # their workers are threads of the parent
 
     def close(self) -> None:
         self._finalizer()
@@ -62,12 +62,12 @@ class LanePool:
 
 @cache
 def _settle_libraries(process: int) -> None:
-    """Has libraries that lanes would come to first, all at once, do what they do once in a process.
+    """Initialises libraries that lanes would otherwise initialise concurrently, once in a process.
 
     When two lanes made the process's first calls of `sin` at once, one of them was now and then off by 1e-4 (torch
-    2.13, MKL), and exact from then on: as if the library were still choosing its variant. After a call beforehand this
-    was not seen again. In a forked child torch makes its pool of threads anew when it is first asked for, and another
-    thread that asks meanwhile finds none ("Invalid thread pool", torch 2.13).
+    2.13, MKL), and exact from then on, as if the library were still choosing its variant. After one call beforehand
+    this was not seen again. In a forked child, torch makes a new thread pool on first use, and another thread that uses
+    it at the same time fails ("Invalid thread pool", torch 2.13).
     """
     torch.set_num_threads(torch.get_num_threads())
     names = ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10",
@@ -84,7 +84,7 @@ def _work(queue: SimpleQueue[Job | None]) -> None:
         del job  # or an idle worker would keep the last call's tensors alive
 
 
-def _run(call: Call, lane: Lane, done: LockType) -> None:
+def _run(call: ThreadRun, lane: Lane, done: LockType) -> None:
     try:
         with call.state:
             lane()
@@ -99,13 +99,13 @@ def _stop(queues: list[SimpleQueue[Job | None]]) -> None:
         queue.put(None)
 
 
-class Call:
-    """One run of a plan over several lanes. A failure in one lane lets the others go, and is raised at the end."""
+class ThreadRun:
+    """One run of a plan over several lanes. A failure in one lane stops the others, and is raised at the end."""
 
     __slots__ = ("_pool", "_shares", "failed", "locks", "state")
 
     def __init__(self, pool: LanePool, shares: tuple[int | None, ...], locks: int) -> None:
-        """`locks`: so many closed gates; the waiting task acquires, the awaited one releases."""
+        """`locks`: how many acquired locks to make. The waiting task acquires, the awaited one releases."""
         self._pool, self._shares = pool, shares
         self.failed: list[BaseException] = []
         self.locks: list[LockType] = []
@@ -131,21 +131,21 @@ class Call:
 
     def fail(self, error: BaseException) -> None:
         self.failed.append(error)
-        for lock in self.locks:  # whoever waits, now or later, goes on, sees the failure and stops
+        for lock in self.locks:  # tasks that wait, now or later, wake up, see the failure and stop
             if lock.locked():
                 try:
                     lock.release()
                 except RuntimeError:
-                    pass  # its own task released it in between
+                    pass  # its own task released it in the meantime
 
 
 def _with_threads(lane: Lane, threads: int, usual: int) -> Lane:
     """The lane, with its number of threads for as long as it runs; `usual` is the caller's number.
 
     torch.set_num_threads sets two numbers: that of the calling thread (OpenMP and MKL keep one for each), and the
-    process's, which a thread takes over at its first parallel region or question, whatever it was set to before. So
-    a lane asks first, then sets. Lanes without a share do it too, or a new worker would start, and stay, with its
-    neighbour's number. Each ends with the caller's: whichever ends last, the process has its own number again.
+    process's, which a thread adopts at its first parallel region or query, whatever it was set to before. So a lane
+    queries first, then sets. Lanes without a share do it too, or a new worker would start, and stay, with the number of
+    another lane. Each lane ends with the caller's number, so the process has it again, whichever ends last.
     """
 
     def run() -> None:
@@ -160,12 +160,12 @@ def _with_threads(lane: Lane, threads: int, usual: int) -> Lane:
 
 
 class ThreadState:
-    """What torch keeps per thread and a lane must share with its caller: grad, inference and autocast modes."""
+    """State that torch has per thread and a lane must share with its caller: grad, inference and autocast modes."""
 
     __slots__ = ("autocast", "grad", "inference")
 
     def __init__(self) -> None:
-        """Those of the thread that makes it."""
+        """Reads the modes of the calling thread."""
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.autocast = {}
         for device in ("cpu", "cuda"):
@@ -173,7 +173,7 @@ class ThreadState:
                 self.autocast[device] = torch.get_autocast_dtype(device)
 
     def __enter__(self) -> None:
-        # One state serves all lanes of a call, so what a lane opens is kept by its own thread.
+        # All lanes of a run share one ThreadState, so the contexts that a lane opens are stored per thread.
         contexts: list[Any] = [torch.inference_mode(self.inference)] if self.inference else []
         contexts.append(torch.set_grad_enabled(self.grad))
         contexts += [torch.autocast(device, dtype=dtype) for device, dtype in self.autocast.items()]

@@ -1,11 +1,11 @@
 """CUDA graphs: a function of tensors is run once, then captured, then replayed with one launch.
 
-A graph reads and writes fixed addresses. Inputs that stay where they are (parameters, caches, promised ones, and all
-that is written) are used in place; their addresses are compared at every replay, and if one has moved the function is
-captured again, and the graphs of a few places are kept. Other inputs are copied into buffers of the graph's own. Its
-results are its own memory too, and are handed out as they are, unless they lie where another graph may write. A caller
-often still holds the last results when it calls again, so a second graph takes turns with the first; if those of both
-are held, they are left to the caller, and from then on results are copied.
+A graph reads and writes fixed addresses. Inputs with static addresses (parameters, caches, `static_inputs`, and all
+that is written) are used in place. Their addresses are compared at every replay; if one has moved, the function is
+captured again, and the graphs for a few sets of addresses are cached. Other inputs are copied into the graph's buffers.
+Results lie in the graph's memory and are returned without a copy, unless another graph may write there. A caller often
+still references the last results when it calls again, so a second graph alternates with the first. If the results of
+both are referenced, these graphs are dropped, and from then on results are copied.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from dynaflow import _torch
 from dynaflow.core import forks
 from dynaflow.core.memory_layout import span
 from dynaflow.core.stats import Stats
-from dynaflow.runtime.cuda_lanes import CaptureStreams, Turns, device_index
+from dynaflow.runtime.cuda_lanes import CaptureStreams, RunOrder, device_index
 
-GRAPHS_KEPT = 256
-"""Of each compiled model; then the one that was not used for longest goes."""
+MAX_GRAPHS = 256
+"""Of each compiled model. Beyond that, the least recently used one is dropped."""
 
-CAPTURES = 12
-"""After that many that were of little use, a function whose inputs move every time is no longer captured."""
+MAX_CAPTURES = 12
+"""After so many captures in a row with few replays, a function is no longer captured: its inputs keep moving."""
 
-USEFUL = 16
-"""A capture takes about as long as so many runs without a graph: one that was replayed as often was worth it."""
+MIN_REPLAYS = 16
+"""A capture pays off after so many replays: it takes about as long as so many runs without a graph."""
 
-PLACES = 4
-"""Graphs that one function has: for inputs that are now here, now there, as caches of two threads are."""
+MAX_PLACES = 4
+"""Graphs of one function, for different addresses of its inputs, such as the caches of several threads."""
 
 
 ALIGNED = 16
@@ -53,16 +53,16 @@ class GraphPool:
         self.stats = stats
         self.streams = CaptureStreams()
         self.lock = forks.rlock()
-        self.turns = Turns()
-        self._kept: WeakKeyDictionary[Graphed, None] = WeakKeyDictionary()
+        self.order = RunOrder()
+        self._recent: WeakKeyDictionary[GraphedFunction, None] = WeakKeyDictionary()
         self._handles: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}
 
     def handle(self, device: torch.device) -> Any:
-        """The pool's name. It lives for as long as a graph is in it, so an empty one always is."""
+        """The handle of the memory pool. It lives as long as a graph is in it, so an empty graph always is."""
         index = device_index(device)
         if index not in self._handles:
             handle, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-            _record(anchor, lambda args: (), [], self.streams.main(device), handle)
+            record_graph(anchor, lambda args: (), [], self.streams.main(device), handle)
             self._handles[index] = (handle, anchor)
         return self._handles[index][0]
 
@@ -72,31 +72,36 @@ class GraphPool:
         return [range(s["address"], s["address"] + s["total_size"]) for s in found]
 
     def failed(self, where: str, error: CaptureError) -> None:
-        """Tells the user, once for each place."""
-        # The frames behind the error hold what was made in the capture: to be let go now, not amid the next one.
+        """Warns that a capture failed."""
+        # The frames of the traceback reference tensors of the capture: free them now, and not during the next one.
         traceback.clear_frames(error.__cause__.__traceback__ if error.__cause__ else None)
         error.__cause__ = error.__traceback__ = None
         gc.collect()
-        self._handles.clear()  # what the next graphs use has nothing to do with a spoilt capture
+        self._handles.clear()  # the next graphs use a new pool, without the failed capture
         self.streams.renew()
         self.stats.capture_failures.append(f"{where}: {error}")
         warnings.warn(
-            f"dynaflow: {where} can't be captured in a CUDA graph ({error}); it stays outside. To say so beforehand, "
-            f"tag the operator 'no_capture'.",
+            f"dynaflow: {where} can't be captured in a CUDA graph ({error}); it stays outside. To avoid this "
+            f"warning, tag the operator 'no_capture'.",
             stacklevel=2,
         )
 
-    def used(self, graphed: Graphed) -> None:
-        """Puts it last in the order of use, and lets the first go if there are too many."""
-        self._kept.pop(graphed, None)
-        self._kept[graphed] = None
-        while len(self._kept) > GRAPHS_KEPT:
-            first = next(iter(self._kept.keys()))
-            del self._kept[first]
+    @property
+    def graphs(self) -> int:
+        """How many functions have a graph now."""
+        return len(self._recent)
+
+    def used(self, graphed: GraphedFunction) -> None:
+        """Marks it as the most recently used, and drops the least recently used one if there are too many."""
+        self._recent.pop(graphed, None)
+        self._recent[graphed] = None
+        while len(self._recent) > MAX_GRAPHS:
+            first = next(iter(self._recent.keys()))
+            del self._recent[first]
             first.forget()
 
 
-class Graphed:
+class GraphedFunction:
     """A function of a list of arguments, as a CUDA graph."""
 
     def __init__(
@@ -114,23 +119,23 @@ class Graphed:
     ) -> None:
         """`copied`, `static`: positions of the tensors to be copied in, and of those to be used in place.
 
-        `inner`: a piece of a plan, whose results go to its other pieces alone. If it can't be captured, it runs as it
-        is, for pieces before it have run already. `where` says which operator an error comes from. `warm`: the kernels
-        have run before, so that the first call may be captured.
+        `inner`: a piece of a plan, whose results go only to other pieces. If it can't be captured, it runs without a
+        graph, since pieces before it have run already. `where` names the operator that raised an error. `warm`: the
+        kernels have run before, so the first call may be captured.
         """
         self._function, self._device, self._pool, self._stream = function, device, pool, stream
         self._copied, self._static, self._inner, self._where = list(copied), list(static), inner, where
-        self._graphs: list[_Graph] = []
+        self._graphs: list[GraphCapture] = []
         self.warm, self._off, self._copy_results = warm, False, False
         self._captures = self._replays = 0
-        """Captures that were of little use, one after the other; and replays since the last one."""
+        """Captures in a row with fewer than MIN_REPLAYS replays, and replays since the last capture."""
 
     def __call__(self, args: list[Any]) -> Any:
         with self._pool.lock:
             graph = self._find(args)
             if graph is None:
                 if not self.warm or self._off:
-                    self.warm = True  # libraries have set themselves up, kernels are tuned
+                    self.warm = True  # libraries are initialised and kernels are tuned now
                     return self._function(args)
                 try:
                     graph = self._capture(args)
@@ -147,10 +152,10 @@ class Graphed:
             if self._inner:
                 graph.replay(args)
                 return graph.results(args, copy=False)
-            self._pool.turns.enter(self._device)
+            self._pool.order.enter(self._device)
             graph.replay(args)
             results = graph.results(args, copy=self._copy_results)
-            self._pool.turns.leave(self._device)
+            self._pool.order.leave(self._device)
             return results
 
     def call(self, *args: Any) -> Any:
@@ -165,39 +170,39 @@ class Graphed:
         self._graphs.clear()
         self._captures = 0
 
-    def _find(self, args: Sequence[Any]) -> _Graph | None:
+    def _find(self, args: Sequence[Any]) -> GraphCapture | None:
         for graph in self._graphs:
             if graph.fits(args) and (self._inner or not graph.results_are_held()):
                 return graph
         return None
 
-    def _capture(self, args: Sequence[Any]) -> _Graph:
+    def _capture(self, args: Sequence[Any]) -> GraphCapture:
         fitting = [graph for graph in self._graphs if graph.fits(args)]
-        if len(fitting) > 1:  # the results of both are held
+        if len(fitting) > 1:  # the results of both are still referenced
             self._copy_results = True
             self._graphs = [graph for graph in self._graphs if graph not in fitting]
             fitting = []
-        # Of pieces only those for one place: their memory is ordered by the order in which they were captured.
-        kept = fitting if self._inner else self._graphs
-        self._graphs = sorted(kept, key=lambda graph: graph.used)[1 - PLACES :]
-        self._captures = 1 if self._replays >= USEFUL else self._captures + 1
+        # Pieces have graphs for one set of addresses only: their memory is ordered by the order of capture.
+        others = fitting if self._inner else self._graphs
+        self._graphs = sorted(others, key=lambda graph: graph.used)[1 - MAX_PLACES :]
+        self._captures = 1 if self._replays >= MIN_REPLAYS else self._captures + 1
         self._replays = 0
-        if self._captures > CAPTURES:
+        if self._captures > MAX_CAPTURES:
             raise CaptureError("inputs that are used in place were elsewhere in memory too often")
         stream = self._stream or self._pool.streams.main(self._device)
-        # Memory that is in the pool already may be scratch to the graphs that put it there. Pieces run in one order,
-        # in which nothing that is still needed is scratch.
+        # Other graphs may use memory that is in the pool already as scratch. Pieces run in one order, in which memory
+        # that is still needed is not scratch.
         scratch = [] if self._inner else self._pool.segments(self._device)
         self._pool.streams.settle(self._device)
         handle = self._pool.handle(self._device)
-        graph = _Graph(self._function, args, self._copied, self._static, stream, handle, scratch)
+        graph = GraphCapture(self._function, args, self._copied, self._static, stream, handle, scratch)
         self._pool.stats.captures += 1
         self._graphs.append(graph)
         return graph
 
 
-class _Graph:
-    """One capture: for arguments at these addresses."""
+class GraphCapture:
+    """One CUDA graph, for arguments at these addresses."""
 
     def __init__(
         self,
@@ -210,7 +215,7 @@ class _Graph:
         scratch: list[range],
     ) -> None:
         self.used = 0
-        """When it was replayed last, by the model's count of replays."""
+        """The model's count of replays at its last replay."""
         fixed = list(args)
         with torch.inference_mode(False), torch.no_grad():
             for i in copied:
@@ -220,19 +225,19 @@ class _Graph:
                 fixed[i] = _torch.view_at(args[i], buffer.untyped_storage(), 0)
         self._copied, self._static = copied, static
         self._buffers = {i: fixed[i] for i in copied}
-        self._copies = [_once(fixed[i]) for i in copied]
+        self._copies = [without_repeats(fixed[i]) for i in copied]
         self._addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         self._graph = torch.cuda.CUDAGraph()
-        outputs = _record(self._graph, function, list(fixed), stream, pool)
+        outputs = record_graph(self._graph, function, list(fixed), stream, pool)
         self._kind, leaves = type(outputs), list(outputs)
         inputs = {_torch.storage_id(fixed[i]): i for i in (*copied, *static)}
         self._outputs: list[tuple[Any, int | None]] = [
             (leaf, inputs.get(_torch.storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None) for leaf in leaves
         ]
-        # One object for each storage, so that counting its users makes no new ones.
+        # One object for each storage, so that counting references adds none.
         own = {_torch.storage_id(t): t.untyped_storage() for t, i in self._outputs if _is_own(t, i)}
         self._storages = list(own.values())
-        self._users = [_torch.storage_users(s) for s in self._storages]
+        self._users = [_torch.storage_use_count(s) for s in self._storages]
         self._unsafe = {key for key, storage in own.items() if any(storage.data_ptr() in s for s in scratch)}
         self._spans = {
             key: _span([t for t, i in self._outputs if _is_own(t, i) and _torch.storage_id(t) == key]) for key in own
@@ -242,15 +247,15 @@ class _Graph:
         return _torch.same_addresses(list(args), self._addresses, self._static)
 
     def results_are_held(self) -> bool:
-        return any(_torch.storage_users(s) > n for s, n in zip(self._storages, self._users, strict=True))
+        return any(_torch.storage_use_count(s) > n for s, n in zip(self._storages, self._users, strict=True))
 
     def replay(self, args: Sequence[Any]) -> None:
         if self._copied:
-            _torch.foreach_copy(self._copies, [_once(args[i]) for i in self._copied])
+            _torch.foreach_copy(self._copies, [without_repeats(args[i]) for i in self._copied])
         self._graph.replay()
 
     def results(self, args: Sequence[Any], copy: bool) -> Any:
-        found: dict[int, Any] = {}  # by the output's id: a tensor that is returned twice is one tensor
+        found: dict[int, Any] = {}  # by the output's id: a tensor that is returned twice stays one tensor
         copies: dict[int, torch.UntypedStorage] = {}
         for out, given in self._outputs:
             if id(out) in found:
@@ -262,7 +267,7 @@ class _Graph:
             elif copy or _torch.storage_id(out) in self._unsafe:
                 key = _torch.storage_id(out)
                 first, last = self._spans[key]
-                if key not in copies:  # outputs that share memory go on sharing it
+                if key not in copies:  # outputs that share memory still do
                     copies[key] = _bytes(out)[first:last].clone().untyped_storage()
                 found[id(out)] = _torch.view_at(out, copies[key], int(out.storage_offset()) - first // out.itemsize)
             else:
@@ -270,7 +275,7 @@ class _Graph:
         return self._kind(found[id(out)] for out, _ in self._outputs)
 
 
-def _record(
+def record_graph(
     graph: torch.cuda.CUDAGraph, function: _torch.Boxed, args: list[Any], stream: torch.cuda.Stream, pool: Any
 ) -> Any:
     torch.cuda.synchronize(stream.device)
@@ -285,22 +290,22 @@ def _record(
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # an operator may launch nothing
                 graph.capture_end()
-        except RuntimeError as e:  # what failed has spoilt the capture
+        except RuntimeError as e:  # the error has invalidated the capture
             failed = failed or e
-            _torch.leave_pool(stream.device, pool)
+            _torch.end_failed_capture(stream.device, pool)
     if failed is None:
         return outputs
     torch.cuda.synchronize(stream.device)
     try:
-        if not isinstance(failed, Exception):  # somebody wants to stop
+        if not isinstance(failed, Exception):  # such as KeyboardInterrupt
             raise failed
         raise CaptureError(str(failed).strip().split("\n")[0]) from failed
     finally:
-        del failed  # it leads back to this frame
+        del failed  # it references this frame
 
 
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """Each element once: an expanded tensor has the same ones many times, and can't be copied to."""
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with each element once: copies into expanded tensors (stride 0) are not allowed."""
     if 0 in tensor.stride():
         for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
             if stride == 0 and size > 1:
@@ -313,7 +318,7 @@ def _is_own(leaf: Any, given: int | None) -> bool:
 
 
 def _same_view(out: torch.Tensor, given: torch.Tensor, arg: torch.Tensor) -> torch.Tensor:
-    """What an output is of the input that the graph was given, of the caller's own argument."""
+    """The view of the caller's argument that corresponds to an output, which is a view of the graph's input."""
     shift = out.storage_offset() * out.itemsize - given.storage_offset() * given.itemsize
     offset = (arg.storage_offset() * arg.itemsize + shift) // out.itemsize
     if out.dtype == arg.dtype and out.is_conj() == arg.is_conj() and out.is_neg() == arg.is_neg():
@@ -322,12 +327,11 @@ def _same_view(out: torch.Tensor, given: torch.Tensor, arg: torch.Tensor) -> tor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that it is in."""
+    """The whole storage of a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """The bytes of their memory from the first that they use to the last; from one at which elements of any kind can
-    start."""
+    """The range of bytes in their storage that tensors use, aligned for all dtypes."""
     first = min(int(t.storage_offset()) * t.itemsize for t in tensors) // ALIGNED * ALIGNED
     return first, max((int(t.storage_offset()) + span(t.size(), t.stride())) * t.itemsize for t in tensors)

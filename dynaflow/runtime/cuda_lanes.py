@@ -1,4 +1,4 @@
-"""CUDA lanes: streams, one for each lane name, and the call that issues a plan's lanes on them."""
+"""CUDA lanes: streams, one for each lane name, and the run that issues a plan's lanes on them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dynaflow.core.plan import Lane
 from dynaflow.runtime.sm_partitions import Partition, for_lanes, own_stream
 
 
-class Turns:
-    """Runs that share memory or streams take turns on the GPU, also when callers use several streams."""
+class RunOrder:
+    """Orders runs that share memory or streams on the GPU, also when callers use several streams."""
 
     def __init__(self) -> None:
         self._last: dict[torch.device, tuple[torch.cuda.Event, int]] = {}
 
     def enter(self, device: torch.device) -> None:
-        """What the current stream does from here on comes after the last run."""
+        """Makes the current stream wait for the last run."""
         last = self._last.get(device)
         if last is not None and last[1] != torch.cuda.current_stream(device).cuda_stream:
             last[0].wait(torch.cuda.current_stream(device))
@@ -37,14 +37,14 @@ class StreamPool:
     """The streams of one compiled model, by device, lane and partition."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.order = RunOrder()
         self.issuing = forks.lock()
-        """Plans share the lanes, and the events of one are one set: they are issued one after the other."""
+        """Runs are issued one after the other: plans share lanes, and each plan has one set of events."""
         self._streams: dict[tuple[int, Lane, Partition | None], torch.cuda.Stream] = {}
         self._lock = forks.lock()
 
     def get(self, device: torch.device, lanes: tuple[Lane, ...]) -> list[torch.cuda.Stream]:
-        """The streams of `lanes` beside the caller's, which is the first lane's own if no lane has a share."""
+        """The side streams of `lanes`. Without SM partitions, the first lane is the caller's stream and has none."""
         index = device_index(device)
         with self._lock:
             if all(lane.sms is None for lane in lanes):
@@ -62,12 +62,12 @@ class StreamPool:
 
 
 class CaptureStreams(StreamPool):
-    """The streams that one model's graphs are captured on, and that nothing else ever uses.
+    """The streams on which one model's graphs are captured. Nothing else uses them.
 
-    A captured product uses the workspace of cuBLAS at each replay. torch keeps one for each stream, allocated at the
-    first product on it, and lets go of all of them whenever somebody asks, as torch.compile does for its own graphs.
-    So the workspaces of these streams lie in memory that stays ours. Streams, and their workspaces with them, go from
-    a model that is gone to the next one.
+    A captured matmul uses the workspace of cuBLAS at each replay. torch has one workspace for each stream, allocated at
+    the first matmul on it, and frees all of them on request, as torch.compile does for its own graphs. So the
+    workspaces of these streams are allocated from a pool of ours. When a model is gone, its streams and their
+    workspaces are reused by the next one.
     """
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class CaptureStreams(StreamPool):
             weakref.finalize(self, _take_back, streams)
 
     def main(self, device: torch.device) -> torch.cuda.Stream:
-        """For the caller's lane: its own stream may be the default one, which can't be captured."""
+        """A stream for the caller's lane, since the default stream can't be captured."""
         with self._lock:
             return self._get(device_index(device), _CALLER, None)
 
     def beside(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
-        """A stream for what is captured beside another, and computes nothing."""
+        """A side stream for captured work that computes nothing, such as events."""
         with self._lock:
             key = (stream.device.index, Lane(name=str(stream.cuda_stream)), None)
             if key not in self._beside:
@@ -90,7 +90,7 @@ class CaptureStreams(StreamPool):
             return self._beside[key]
 
     def settle(self, device: torch.device) -> None:
-        """Sees to the workspaces of the calling thread, before a capture."""
+        """Allocates the workspaces of the calling thread, before a capture."""
         index = device_index(device)
         with self._lock, torch.cuda.use_mem_pool(_workspaces(index), index):
             for stream in [s for (i, *_), s in self._streams.items() if i == index]:
@@ -100,7 +100,7 @@ class CaptureStreams(StreamPool):
                     torch.mm(one, one)
 
     def renew(self) -> None:
-        """A capture was spoilt: the next ones begin on another stream."""
+        """After a failed capture: the next ones begin on another stream."""
         with self._lock:
             for key in [key for key in self._streams if key[1] is _CALLER]:
                 del self._streams[key]
@@ -116,7 +116,7 @@ _pools: dict[int, torch.cuda.MemPool] = {}
 
 
 def _workspaces(index: int) -> torch.cuda.MemPool:
-    """The memory of workspaces. Never let go: a graph may still use one that torch has forgotten."""
+    """The memory of workspaces. Never freed: a graph may still use one that torch has dropped."""
     return _pools.get(index) or _pools.setdefault(index, torch.cuda.MemPool())
 
 
@@ -128,8 +128,8 @@ def _take_back(streams: dict[tuple[int, Lane, Partition | None], torch.cuda.Stre
 class StreamRun:
     """Runs a lowered plan on the caller's stream and its side streams.
 
-    Values that cross lanes live until their readers are known to have ended, and all lanes join the caller's
-    stream before the call returns; so the allocator hands no memory out again that a lane may still use.
+    Values that cross lanes live until their readers are known to have ended, and all lanes join the caller's stream
+    before the call returns. So the allocator does not reuse memory that a lane may still access.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class StreamRun:
         pool: StreamPool,
         captured: CaptureStreams,
     ) -> None:
-        """`captured`: the streams to be captured on, by us or by whoever calls us."""
-        self._run, self._device, self._turns, self._issuing = run, device, pool.turns, pool.issuing
+        """`captured`: the streams to use during a capture, by us or by the caller."""
+        self._run, self._device, self._order, self._issuing = run, device, pool.order, pool.issuing
         self._sides, self._captured = pool.get(device, lanes), captured.get(device, lanes)
         self._events = [torch.cuda.Event() for _ in range(events)]
         self._fork = torch.cuda.Event()
@@ -151,7 +151,7 @@ class StreamRun:
         with self._issuing:
             captured = capturing()
             if not captured:
-                self._turns.enter(self._device)
+                self._order.enter(self._device)
             main = torch.cuda.current_stream(self._device)
             sides = self._captured if captured else self._sides
             self._fork.record(main)
@@ -160,19 +160,19 @@ class StreamRun:
             try:
                 return self._run(*args, (main, *sides), self._events, _torch.set_stream)
             except BaseException:
-                if captured:  # nothing has run, and the capture is spoilt
+                if captured:  # nothing has run, and the capture is invalid
                     raise
-                for side in sides:  # nothing is freed before the lanes that use it are done
+                for side in sides:  # free nothing before the lanes that use it are done
                     main.wait_stream(side)
                 raise
             finally:
                 _torch.set_stream(main)
                 if not captured:
-                    self._turns.leave(self._device)
+                    self._order.leave(self._device)
 
 
 def capturing() -> bool:
-    """What is captured runs later: its turn is the graph's."""
+    """Whether the current stream is being captured: the work runs later, ordered by the graph's launch."""
     return torch.cuda.is_current_stream_capturing()
 
 

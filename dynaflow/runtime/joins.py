@@ -1,4 +1,4 @@
-"""What generated code calls on values: joining parts of a batch, and unpacking a user's results."""
+"""What generated code calls on values: joins of micro-batches, and unpacking the results of a user's function."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dynaflow.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Puts the parts of a batch together, in the memory layout that the whole would have had."""
+    """Concatenates micro-batches, in the memory layout of the whole batch."""
 
     dim: int
     order: tuple[int, ...]
-    """Dims from the widest stride to the narrowest, which is not their own order."""
+    """Dims from the largest stride to the smallest."""
 
     @staticmethod
     def along(dim: int, strides: Sequence[int]) -> Callable[..., torch.Tensor]:
@@ -31,23 +31,23 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """Takes rows out of tensors in which they come `behind` times over, as in (s*b, h), and puts them together."""
+    """Concatenates rows of tensors in which rows are merged with an outer dim of size `outer`, as in (s*b, h)."""
 
     dim: int
     order: tuple[int, ...] | None
-    behind: int
+    outer: int
     ranges: tuple[tuple[int, int], ...]
-    """Of each tensor: the first row that is taken, and how many are."""
+    """For each tensor: the first row to take, and how many."""
 
     @staticmethod
-    def along(dim: int, strides: Sequence[int], behind: int, ranges: tuple[tuple[int, int], ...]) -> Regroup:
-        return Regroup(dim, _order(strides), behind, ranges)
+    def along(dim: int, strides: Sequence[int], outer: int, ranges: tuple[tuple[int, int], ...]) -> Regroup:
+        return Regroup(dim, _order(strides), outer, ranges)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return _ordered(tensors, self.dim, self.order, self._taken)
 
     def _taken(self, tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        apart = (tensor.unflatten(dim, (self.behind, -1)) for tensor in tensors)
+        apart = (tensor.unflatten(dim, (self.outer, -1)) for tensor in tensors)
         taken = [t.narrow(dim + 1, start, rows) for t, (start, rows) in zip(apart, self.ranges, strict=True)]
         return torch.cat(taken, dim + 1).flatten(dim, dim + 1)
 
@@ -60,7 +60,7 @@ def _order(strides: Sequence[int]) -> tuple[int, ...] | None:
 def _ordered(
     tensors: Sequence[torch.Tensor], dim: int, order: tuple[int, ...] | None, put: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """What `put` makes of the tensors along a dim, with the dims in another order meanwhile."""
+    """Applies `put` along a dim to tensors with permuted dims, and permutes the result back."""
     if order is None:
         return put(tensors, dim)
     back = [order.index(d) for d in range(len(order))]
@@ -68,7 +68,7 @@ def _ordered(
 
 
 def unpack(result: Any, count: int, function: Callable[..., Any]) -> Sequence[Any]:
-    """The results of a replace_func: `count` of them, as a tuple; a lone tensor stands for itself."""
+    """The results of a replace_func, as a sequence of `count`; a single tensor counts as one."""
     results = (result,) if isinstance(result, torch.Tensor) else () if result is None else result
     if not isinstance(results, (tuple, list)) or len(results) != count:
         found = len(results) if isinstance(results, (tuple, list)) else type(result).__name__

@@ -1,9 +1,9 @@
 """SM partitions on CUDA: disjoint green contexts that together make the whole device.
 
-Each lane that declares a share gets that many SMs, carved one after the other from what is left; all other lanes of
+Each lane that declares a share gets that many SMs, split off one after the other from the remainder; all other lanes of
 the plan get the last remainder. A lane that asks for all SMs has no partition: it shares them with the others. torch
-carves out one partition and leaves the rest of the device whole; two that are disjoint need the driver's own
-functions: `cuda.bindings.driver` where it is installed, the same few over ctypes where it is not.
+can split off one partition only. Disjoint partitions need the driver API: `cuda.bindings.driver` where it is installed,
+the same few functions over ctypes where it is not.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, as torch's own streams are
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partition:
-    """Some SMs of a device. Never destroyed: the allocator may hold blocks of its streams when the model is gone."""
+    """Some SMs of a device. Never destroyed: the allocator may have blocks of its streams after the model is gone."""
 
     device: int
     sms: int
-    """How many were granted. The driver grants whole groups (8 on Hopper), so it may be more than was asked for."""
+    """How many were granted. The driver grants whole groups (8 on Hopper), so it may be more than requested."""
     context: Any
     """The green context."""
     api: Any
@@ -41,18 +41,18 @@ class Partition:
 
 
 def own_stream(device: int, lane: Lane) -> torch.cuda.Stream:
-    """A new stream on all SMs. Those that torch makes are shared: each 32nd is the same again."""
+    """A new stream on all SMs. torch's own streams come from a pool of 32, and repeat."""
     with torch.cuda.device(device):
         (stream,) = _call(_load(), lane.name, "cuStreamCreateWithPriority", _NON_BLOCKING, lane.priority)
     return torch.cuda.ExternalStream(int(stream), device=device)
 
 
-_made: dict[tuple[int, tuple[int | None, ...]], list[Partition | None]] = {}  # green contexts are slow to make
+_made: dict[tuple[int, tuple[int | None, ...]], list[Partition | None]] = {}  # making green contexts is slow
 _lock = forks.lock()
 
 
 def for_lanes(device: int, lanes: tuple[Lane, ...]) -> list[Partition | None]:
-    """The partition of each lane; None: the device. Plans with equal shares have the same, in the whole process."""
+    """The partition of each lane; None for the whole device. Plans with equal shares use the same ones."""
     key = (device, tuple(lane.sms for lane in lanes))
     with _lock:
         if key not in _made:
@@ -61,7 +61,7 @@ def for_lanes(device: int, lanes: tuple[Lane, ...]) -> list[Partition | None]:
 
 
 def carve(api: Any, device: int, lanes: tuple[Lane, ...]) -> list[Partition | None]:
-    """Makes the partition of each lane; lanes without a share have one together. `api` is cuda.bindings.driver."""
+    """Makes the partition of each lane; lanes without a share have one in common. `api` is cuda.bindings.driver."""
     first = lanes[0].name
     _call(api, first, "cuInit", 0)
     (handle,) = _call(api, first, "cuDeviceGet", device)
@@ -86,7 +86,7 @@ def carve(api: Any, device: int, lanes: tuple[Lane, ...]) -> list[Partition | No
         have = left.sm.smCount if left is not None else 0
         if lane.sms > have:
             raise _spent(lane, f"{lane.sms} SMs", have, parts)
-        if lane.sms == have:  # no split: all that is left need not be a whole number of groups
+        if lane.sms == have:  # no split: the remainder may not be a whole number of groups
             parts[lane.name], rest, left = rest or green(lane.name, left), None, None
             continue
         groups, count, left = _call(api, lane.name, "cuDevSmResourceSplitByCount", 1, left, 0, lane.sms)
@@ -96,7 +96,7 @@ def carve(api: Any, device: int, lanes: tuple[Lane, ...]) -> list[Partition | No
         if parts[lane.name].sms == have:
             rest = left = None
             continue
-        # The driver splits what a device or a context has, not what a split gave: so the remainder gets a context.
+        # The driver splits resources of a device or a context, not of a split: so the remainder gets a context.
         rest = green(lane.name, left)
         (left,) = _call(api, lane.name, "cuGreenCtxGetDevResource", rest.context, kind)
     found: list[Partition | None] = []
@@ -114,23 +114,23 @@ def _check_sum(lanes: tuple[Lane, ...], total: int) -> None:
     asked = sum(lane.sms or 0 for lane in lanes)
     if asked > total:
         raise PlanError(
-            f"lanes {', '.join(map(str, lanes))} ask for {asked} SMs together, but the device has {total}",
-            advice="ask for less; ctx.sms is what there is",
+            f"lanes {', '.join(map(str, lanes))} request {asked} SMs together, but the device has {total}",
+            advice="request fewer; ctx.sms is the number of SMs",
         )
 
 
 def _spent(lane: Lane, wanted: str, left: int, parts: dict[str, Partition]) -> PlanError:
     granted = ", ".join(f"{name} {part.sms}" for name, part in parts.items()) or "none"
     return PlanError(
-        f"lane {lane.name!r} is to have {wanted}, but {left} SMs are left (granted so far: {granted})",
-        advice="ask for less; SMs are granted in whole groups, 8 on Hopper, so take multiples of that",
+        f"lane {lane.name!r} requests {wanted}, but {left} SMs are left (granted so far: {granted})",
+        advice="request fewer; SMs are granted in whole groups, 8 on Hopper, so use multiples of that",
     )
 
 
 def _call(api: Any, lane: str, function: str, *args: Any) -> list[Any]:
     try:
         error, *values = getattr(api, function)(*args)
-    except (AttributeError, RuntimeError) as e:  # cuda.bindings raises the latter where the driver lacks the function
+    except (AttributeError, RuntimeError) as e:  # cuda.bindings raises RuntimeError if the driver lacks the function
         raise DynaFlowError(
             f"lane {lane!r} has no partition: the CUDA driver has no {function} ({e})",
             advice="update the driver (and cuda-bindings) to one newer than CUDA 12.4, or leave out sms=",
@@ -138,7 +138,7 @@ def _call(api: Any, lane: str, function: str, *args: Any) -> list[Any]:
     if int(error):
         raise DynaFlowError(
             f"lane {lane!r} has no partition: {function} failed ({getattr(error, 'name', error)})",
-            advice="ask for another number of SMs (multiples of 8 fit best), or leave out sms=",
+            advice="request another number of SMs (multiples of 8 fit best), or leave out sms=",
         )
     return values
 
@@ -151,14 +151,14 @@ def _load() -> Any:
     return driver
 
 
-# What is used of cuda.bindings.driver, with the same names, arguments and results, over ctypes.
+# The functions of cuda.bindings.driver that are used here, over ctypes, with the same arguments and results.
 
 
 class _Sm(ctypes.Structure):
     _fields_ = [("smCount", ctypes.c_uint)]
 
 
-class _Resource(ctypes.Structure):
+class Resource(ctypes.Structure):
     """CUdevResource: 144 bytes in the headers of CUDA 12.4, 12.8, 13.0 and 13.4."""
 
     _fields_ = [
@@ -170,7 +170,7 @@ class _Resource(ctypes.Structure):
 
 
 class CtypesDriver:
-    """None of these functions has a second version in any header, so the plain names are the right ones."""
+    """None of these functions is versioned in any header, so the unversioned symbols are correct."""
 
     class CUdevResourceType(IntEnum):
         CU_DEV_RESOURCE_TYPE_SM = 1
@@ -186,15 +186,15 @@ class CtypesDriver:
         return self._cuda.cuDeviceGet(ctypes.byref(device), ordinal), device
 
     def cuDeviceGetDevResource(self, device: Any, kind: int) -> tuple[Any, ...]:
-        resource = _Resource()
+        resource = Resource()
         return self._cuda.cuDeviceGetDevResource(device, ctypes.byref(resource), int(kind)), resource
 
     def cuGreenCtxGetDevResource(self, context: Any, kind: int) -> tuple[Any, ...]:
-        resource = _Resource()
+        resource = Resource()
         return self._cuda.cuGreenCtxGetDevResource(context, ctypes.byref(resource), int(kind)), resource
 
     def cuDevSmResourceSplitByCount(self, count: int, resource: Any, flags: int, sms: int) -> tuple[Any, ...]:
-        groups, made, rest = (_Resource * count)(), ctypes.c_uint(count), _Resource()
+        groups, made, rest = (Resource * count)(), ctypes.c_uint(count), Resource()
         error = self._cuda.cuDevSmResourceSplitByCount(
             groups, ctypes.byref(made), ctypes.byref(resource), ctypes.byref(rest), flags, sms
         )
@@ -202,7 +202,7 @@ class CtypesDriver:
 
     def cuDevResourceGenerateDesc(self, resources: list[Any], count: int) -> tuple[Any, ...]:
         desc = ctypes.c_void_p()
-        array = (_Resource * count)(*resources)
+        array = (Resource * count)(*resources)
         return self._cuda.cuDevResourceGenerateDesc(ctypes.byref(desc), array, count), desc
 
     def cuGreenCtxCreate(self, desc: Any, device: Any, flags: int) -> tuple[Any, ...]:

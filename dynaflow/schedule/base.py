@@ -37,7 +37,7 @@ class OpSchedulerBase:
     @staticmethod
     def listed(name: str, value: Any, advice: str) -> tuple[Any, ...]:
         """For options of a scheduler: the members of a list. Raises for anything else, a text included."""
-        return tuple(validate.several(value, name, advice, ScheduleError))
+        return tuple(validate.sequence(value, name, advice, ScheduleError))
 
     @staticmethod
     def listed_names(name: str, value: Any, advice: str) -> tuple[str, ...]:

@@ -23,7 +23,8 @@ from dynaflow.errors import PlanError, ScheduleError, shown
 from dynaflow.partition.op_graph import OpGraph
 from dynaflow.schedule.base import OpSchedulerBase, WrappingScheduler
 from dynaflow.schedule.check import check
-from dynaflow.schedule.context import FACT_NAMES, ScheduleContext, function_name
+from dynaflow.schedule.context import FACT_NAMES, ScheduleContext
+from dynaflow.schedule.fusion import function_name
 
 PLAIN = frozenset((int, str, bool, float, NoneType))
 """Types of facts that are keys as they are."""

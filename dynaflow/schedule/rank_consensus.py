@@ -22,14 +22,14 @@ _EXCHANGE = "all_to_all_single"
 _numbers = itertools.count()
 
 
-class Meetings:
+class RankConsensus:
     """The plans of one compiled model that have been compared with those of other ranks."""
 
     def __init__(self) -> None:
         self._model: int | None = None
         self._plans = 0
 
-    def agree(self, plan: Plan, graph: OpGraph) -> None:
+    def verify(self, plan: Plan, graph: OpGraph) -> None:
         """Returns when all ranks that meet in this plan's collectives have planned the same order of them."""
         groups = sorted({group for op in graph.ops for group in op.groups})
         ranks = _torch.ranks_of(groups) if groups else ()
@@ -40,7 +40,7 @@ class Meetings:
         mine, said = _torch.rank(), _digest(plan, graph)
         prefix = f"dynaflow/{self._model}/{self._plans}"
         self._plans += 1
-        heard = _torch.exchange(prefix, mine, ranks, said, PATIENCE)
+        heard = _torch.exchange_texts(prefix, mine, ranks, said, PATIENCE)
         silent = [rank for rank in ranks if rank not in heard]
         if silent:
             raise PlanError(

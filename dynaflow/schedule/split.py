@@ -19,7 +19,7 @@ def parts_of(parts: Any, what: str) -> int | list[int]:
     """Into how many parts, or into which sizes."""
     alone, told = validate.is_integer(parts), f"{what}({shown(parts)})"
     advice = f"{what}(2) cuts into two parts, {what}([5, 3]) into these sizes"
-    sizes = [parts] if alone else validate.several(parts, what, advice, SplitError)
+    sizes = [parts] if alone else validate.sequence(parts, what, advice, SplitError)
     if not all(map(validate.is_integer, sizes)):
         raise SplitError(f"{told}: not all of them are whole numbers", line=user_line(), advice=advice)
     sizes = [int(size) for size in sizes]
@@ -46,7 +46,7 @@ def requests_of(tokens: Any) -> Requests | None:
     """What `facts["num_tokens"]` says of a ragged batch: the tokens of each request; None if it is not there."""
     if tokens is None or type(tokens) is Requests:
         return tokens
-    several = validate.several(tokens, LENGTHS, GIVE_LENGTHS, SplitError)
+    several = validate.sequence(tokens, LENGTHS, GIVE_LENGTHS, SplitError)
     return Requests(validate.integer(n, LENGTHS, GIVE_LENGTHS, least=0, error=SplitError) for n in several)
 
 
@@ -54,7 +54,7 @@ def request_count(tokens: Any) -> int:
     """In each call: the lengths themselves are judged where the batch is cut."""
     if tokens is None or isinstance(tokens, (list, tuple)):
         return len(tokens or ())
-    return len(validate.several(tokens, LENGTHS, GIVE_LENGTHS, SplitError))
+    return len(validate.sequence(tokens, LENGTHS, GIVE_LENGTHS, SplitError))
 
 
 def split_rows(parts: int | Sequence[int], rows: int) -> tuple[MicroBatch, ...]:

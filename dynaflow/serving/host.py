@@ -28,7 +28,7 @@ from dynaflow.capture.captured_graph import input_name
 from dynaflow.capture.op_registry import arguments, by_rows, call_directly, opaque_ops
 from dynaflow.capture.serialize import dumps, loads, set_example_args
 from dynaflow.core import forks
-from dynaflow.core.disk_cache import only_mine
+from dynaflow.core.disk_cache import check_private
 from dynaflow.core.fx_graphs import copy_module
 from dynaflow.core.plan import Plan
 from dynaflow.engine.engine import Engine
@@ -111,8 +111,8 @@ class SerializableGraph(abc.ABC):
 
     @classmethod
     def captured(cls, gm: fx.GraphModule, host: Any) -> SerializableGraph:
-        _torch.serializable(cls)
-        _torch.each_source_once()
+        _torch.register_serializable(cls)
+        _torch.cache_traced_sources()
         graph = cls(copy_module(gm), host)  # Dynamo still reads the graph that it handed out
         try:
             graph._serialized = dumps(gm)
@@ -146,7 +146,7 @@ class SerializableGraph(abc.ABC):
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> SerializableGraph:
         if (folder := cls.folder()) is not None:  # unpickling runs code: it must be the user's own
-            only_mine(folder)
+            check_private(folder)
         return cls(loads(data))
 
     @classmethod

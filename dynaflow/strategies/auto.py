@@ -1,4 +1,4 @@
-"""Leaves each situation to the strategy that is measured to be fastest in it, and to sequence where none is."""
+"""Runs each situation under the strategy that is measured to be fastest, or in sequence if none is faster."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from dynaflow.tune.tuner import Among, Tuner
 
 
 class Auto(df.OpSchedulerBase):
-    """`seconds`: for tuning each new situation, once sequence is compiled; what is being measured then is measured to
-    the end. 0: the cost model alone decides. `when`: in the first call, or in the background, with sequence until it is
-    done. `most`: how many schedules are measured, of those that look best. `among`: names, schedulers, or pairs of both
-    to choose from, if not all strategies. `progress`: says what it does.
+    """Tunes each new situation once.
+
+    `seconds`: for tuning, after the sequence is compiled; a measurement in progress is completed. 0: the cost model
+    decides alone. `when`: in the first call, or in the background, running in sequence until it is done. `most`: the
+    number of schedules that are measured, those with the best predictions. `among`: names, schedulers, or pairs of both
+    to choose from; by default all strategies. `progress`: shows a progress bar.
     """
 
     def __init__(
@@ -31,12 +33,12 @@ class Auto(df.OpSchedulerBase):
     ) -> None:
         self.at_least(1, most=most)
         if not isinstance(when, str) or when not in ("first call", "background"):
-            raise validate.wrong("Auto(when)", when, 'say "first call" or "background"', df.ScheduleError)
+            raise validate.invalid("Auto(when)", when, 'say "first call" or "background"', df.ScheduleError)
         if not (validate.is_integer(seconds) or isinstance(seconds, float)) or not seconds >= 0:
-            raise validate.wrong("Auto(seconds)", seconds, "pass 0 or more", df.ScheduleError)
+            raise validate.invalid("Auto(seconds)", seconds, "pass 0 or more", df.ScheduleError)
         if among is not None:
             advice = 'list names of strategies, or schedulers: among=["nanoflow", "branches"]'
-            among = validate.several(among, "Auto(among)", advice, df.ScheduleError)
+            among = validate.sequence(among, "Auto(among)", advice, df.ScheduleError)
         self.seconds, self.when, self.most, self.among, self.progress = seconds, when, most, among, progress
 
     def choose(self, ctx: df.ScheduleContext) -> df.OpSchedulerBase:
@@ -48,7 +50,7 @@ class Auto(df.OpSchedulerBase):
     def decide(
         self, ctx: df.ScheduleContext, wrap: Callable[[df.OpSchedulerBase], df.OpSchedulerBase] | None = None
     ) -> df.OpSchedulerBase:
-        """Tunes now. `wrap`: what becomes of each candidate before it is tried."""
+        """Tunes now. `wrap`: applied to each candidate before it is tried."""
         among: Among = partial(candidates, ctx) if self.among is None else [named(s) for s in self.among]
         if wrap is not None:
             among = [(name, wrap(s)) for name, s in (among() if callable(among) else among)]

@@ -1,7 +1,7 @@
-"""Independent operators of one graph side by side, the longest path first. The batch stays whole.
+"""Independent operators of one graph side by side, the longest path first. The batch is not split.
 
-Branches of a convolution network, Q, K and V, shared experts beside routed ones, the two streams of a diffusion block:
-kernels that leave much of a device idle when they run one after the other.
+Branches of a convolutional network, Q, K and V, shared experts beside routed ones, the two streams of a diffusion
+block: kernels that leave much of a device idle when they run one after the other.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CUTS = tuple(
         r"(to|add)_[qkv](_proj)?|to_out\.0|to_add_out|ff|ff_context|proj_mlp",  # Flux, Stable Diffusion 3, Wan
     )
 )
-"""What is cut by default, where a model has it."""
+"""Modules that are cut by default, where a model has them."""
 FULL = 0.8
-"""An operator that uses more than this of some resource gains nothing beside another that does."""
+"""Two operators that both use more than this fraction of a resource gain nothing side by side."""
 
 
 class Branches(df.OpSchedulerBase):
-    """`cuts`: rules, or patterns on module paths. `wait`: seconds that a lane loses when it waits for another."""
+    """`cuts`: rules, or patterns on module paths. `wait`: seconds that a lane loses when it waits for another lane."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class Branches(df.OpSchedulerBase):
         cost = {op.index: ctx.cost(op) for op in ctx.ops}
         filled = {op.index: [r for r, part in ctx.uses(op).items() if part > FULL] for op in ctx.ops}
         before = {op.index: [a for a in op.after if a in cost] for op in ctx.ops}
-        path = dict(cost)  # from an operator's start to the end of the longest chain behind it
+        path = dict(cost)  # from an operator's start to the end of the longest chain after it
         for i in reversed(cost):
             for a in before[i]:
                 path[a] = max(path[a], cost[a] + path[i])
         free = dict.fromkeys(["main", *(f"branch{n}" for n in range(1, self.lanes))], 0.0)
-        busy: dict[str, float] = {}  # resource -> when whoever fills it has ended
+        busy: dict[str, float] = {}  # resource -> when the operator that fills it ends
         begin: dict[int, float] = {}
         end: dict[int, float] = {}
         at: dict[int, str] = {}
-        for i in sorted(cost, key=lambda i: (-path[i], i)):  # whoever comes before has the longer path
+        for i in sorted(cost, key=lambda i: (-path[i], i)):  # predecessors first: their paths are longer
             full = max((busy.get(r, 0.0) for r in filled[i]), default=0.0)
             ready = {lane: [end[a] + (self.wait if at[a] != lane else 0.0) for a in before[i]] for lane in free}
             start = {lane: max([free[lane], full, *ready[lane]]) for lane in free}
             latest = max(before[i], key=lambda a: end[a], default=i)
-            # Behind its predecessor where it can be: there it waits for nobody, and the two become one call.
+            # After its predecessor on the same lane if possible: no wait, and the two become one call.
             lane = min(free, key=lambda lane: (start[lane], lane != at.get(latest)))
             begin[i], at[i], end[i] = start[lane], lane, start[lane] + cost[i]
             free[lane] = end[i]

@@ -1,4 +1,4 @@
-"""The schedules that a tuner tries: all strategies, with the options that make a difference."""
+"""The schedules that the tuner tries: all strategies, with the options that make a difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynaflow.strategies.prefetch import FETCH
 
 
 def candidates(ctx: ScheduleContext) -> Iterator[tuple[str, OpSchedulerBase]]:
-    """Each with a name that says what it is. Those that have nothing to do in this model plan a sequence."""
+    """Yields each with its name and options as text. Those that don't apply to this model plan a sequence."""
     offloaded = any(FETCH in op.functions for op in ctx.ops)
     if offloaded:
         yield "prefetch()", make("prefetch")

@@ -1,4 +1,4 @@
-"""A scheduler that picks another one for each situation, by a function of yours."""
+"""A scheduler that chooses another one for each situation, by a function of the user's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynaflow.strategies import make
 
 
 class Choice(OpSchedulerBase):
-    """Leaves each situation to the scheduler that `function` names for it: see `choose`."""
+    """Runs each situation under the scheduler that `function` returns or names: see `choose`."""
 
     def __init__(self, function: Callable[[ScheduleContext], OpSchedulerBase | str]) -> None:
         self.function = function
@@ -25,7 +25,7 @@ def choose(function: Callable[[ScheduleContext], OpSchedulerBase | str]) -> Choi
     """A scheduler by situation: `choose(lambda ctx: "nanoflow" if ctx.batch_size > 64 else "sequential")`."""
     if not callable(function):
         raise ScheduleError(
-            f"choose({shown(function)}): no function",
+            f"choose({shown(function)}): not a function",
             line=user_line(),
             advice="pass a function of the context that returns a scheduler, or the name of a strategy",
         )

@@ -1,9 +1,8 @@
-"""Overlap inside layers: what sends, and what computes for it, runs in chunks; all else runs once for all of them.
+"""Overlap inside layers: collectives and the computation next to them run in chunks, everything else merged.
 
-Expert layers: while the tokens of one chunk are on their way to their experts, or back, the experts compute for
-another. Row-parallel layers: while the result of one chunk is summed over the ranks, by all-reduce or reduce-scatter,
-the next chunk is multiplied. Matrix products outside of these keep the size of the whole batch, at which they are
-fastest.
+Expert layers: while the tokens of one chunk are sent to their experts, or back, the experts compute another chunk.
+Row-parallel layers: while the result of one chunk is reduced over the ranks, by all-reduce or reduce-scatter, the next
+chunk is multiplied. Matmuls outside of these run on the whole batch, the size at which they are fastest.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import dynaflow as df
 GEMMS = re.compile(
     r"^(?!.*experts)(.*\.)?(o_proj|out_proj|c_proj|down_proj|linear_proj|linear_fc2|fc2|dense|dense_4h_to_h|wo|w2)$"
 )
-"""Row-parallel layers, as models call them. Only those whose result goes straight to a collective run in chunks."""
+"""Row-parallel layers, by the names they have in models. They run in chunks if a collective follows directly."""
 
 
 class Comet(df.OpSchedulerBase):
-    """`experts`: a glob on module paths; `gemms`: a pattern on those of row-parallel layers; None leaves either alone.
-    `collectives`: a glob on the calls that use the link. `min_rows`: smaller chunks are not worth it.
+    """`experts`: a glob on the paths of expert layers; `gemms`: a pattern on those of row-parallel layers; None: these
+    don't run in chunks. `collectives`: a glob on the calls that use the link. `min_rows`: the smallest chunk.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Comet(df.OpSchedulerBase):
         if self.gemms is not None:
             rules.append(df.SplitModule(self.gemms, tag="gemm", optional=True))
         if self.experts is not None:
-            # Tokens are sorted by expert inside, and back again: row by row, though it can't be seen.
+            # Tokens are sorted by expert inside, and back: the result is row by row, which analysis can't find out.
             rules.append(df.SplitModule(self.experts, tag="experts", splittable=True, optional=True))
         return rules
 
@@ -58,19 +57,19 @@ class Comet(df.OpSchedulerBase):
         links = {op.index for op in ctx.ops if "network" in op.tags}
 
         def urgency(item: df.OpItem) -> tuple[bool, bool, int, int]:
-            """What sends goes first; what waits for the link last, so that something runs beside it."""
+            """Collectives first; operators that wait for the link last, so that something runs beside it."""
             waits = not links.isdisjoint(item.op.after)
             return item.op.index not in links, waits, item.micro_batch.index, item.op.index
 
         while ready := ctx.get_ready_ops():
             able = [item for item in ready if item.op in chunked or ctx.is_ready(ctx.items(item.op))]
-            item = min(able or ready, key=urgency)  # what can't wait for all chunks runs by chunks
+            item = min(able or ready, key=urgency)  # if none can run merged, one runs in chunks
             lane = "network" if item.op.index in links or item.op.groups else "compute"
             ctx.execute(ctx.items(item.op) if able and item.op not in chunked else item, lane=lane)
 
 
 def in_chunks(ops: Sequence[df.Op]) -> set[df.Op]:
-    """The operators that run a chunk at a time; none if nothing would be sent meanwhile."""
+    """Returns the operators that run one chunk at a time; none if no collective would overlap with them."""
     before: dict[df.Op, set[df.Op]] = {}
     for op in ops:
         before[op] = {a for direct in op.after for a in (ops[direct], *before[ops[direct]])}
@@ -80,7 +79,7 @@ def in_chunks(ops: Sequence[df.Op]) -> set[df.Op]:
     exchanges = [op for op in links if any("all_to_all" in name for name in op.functions)]
     for experts in (op for op in ops if "experts" in op.tags):
         found.add(experts)
-        # Between the way there and the experts, or the experts and the way back, may be more: a copy, a permutation.
+        # Between dispatch and experts, or experts and combine, there may be other operators: a copy, a permutation.
         there = [op for op in exchanges if op in before[experts]][-1:]
         back = [op for op in exchanges if experts in before[op]][:1]
         for first, last in [(op, experts) for op in there] + [(experts, op) for op in back]:

@@ -1,7 +1,7 @@
 """Collectives of one micro-batch beside the compute of another.
 
-Micro-batches take turns: one computes until it has something to send, and while that is on its way the next one
-computes. All collectives go to one lane, so they keep one order on all ranks.
+Micro-batches take turns: one computes until it reaches a collective, and during the collective the next one computes.
+All collectives go to one lane, so they have the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import dynaflow as df
 
 
 class CommOverlap(df.OpSchedulerBase):
-    """`collectives`: a glob on the calls that use the link; `by_rows`: they treat each row by itself, though that can't
-    be seen (custom operators). `min_rows`: smaller micro-batches are not worth it.
+    """`collectives`: a glob on the calls that use the link; `by_rows`: declares that they treat each row by itself, for
+    custom operators that analysis does not know. `min_rows`: the smallest micro-batch.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CommOverlap(df.OpSchedulerBase):
         turn = 0
         while ops := ctx.get_ready_ops():
             op = next((op for op in ops if op.micro_batch == turn), ops[0])
-            # Groups: ranks may meet inside other operators too, and all meetings keep one order.
+            # Groups: other operators may contain collectives too, and all of them have to keep one order.
             ctx.execute(op, lane="network" if "network" in op.tags or op.op.groups else "compute")
             if "network" in op.tags:
                 turn = (turn + 1) % parts

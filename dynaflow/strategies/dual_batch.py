@@ -1,4 +1,4 @@
-"""Two micro-batches of a mixture of experts: one sends its tokens to their experts while the other computes.
+"""Two micro-batches of a mixture of experts: one dispatches its tokens to the experts while the other computes.
 
 Dispatch and combine of one micro-batch run beside attention and experts of the other; shared experts, which need no
 dispatch, run beside the routed ones.
@@ -28,7 +28,7 @@ class DualBatch(df.OpSchedulerBase):
 
     def partition(self) -> list[df.SplitFunc | df.SplitModule]:
         return [
-            # Tokens are sorted by expert inside, and back again: row by row, though it can't be seen.
+            # Tokens are sorted by expert inside, and back: the result is row by row, which analysis can't find out.
             df.SplitModule(self.experts, tag="experts", splittable=True, optional=True),
             df.SplitModule(self.shared, tag="shared", optional=True),
             df.SplitFunc(self.collectives, tag="network", optional=True),
@@ -46,7 +46,7 @@ class DualBatch(df.OpSchedulerBase):
         turn = 0
         while ops := ctx.get_ready_ops():
             mine = [op for op in ops if op.micro_batch == turn] or ops
-            op = min(mine, key=lambda op: "shared" in op.tags)  # the routed ones first: theirs is the longer way
+            op = min(mine, key=lambda op: "shared" in op.tags)  # the routed experts first: their path is longer
             usual = "network" if op.op.groups else "compute"
             lane = next((lane for lane in ("network", "shared") if lane in op.tags), usual)
             ctx.execute(op, lane=lane)

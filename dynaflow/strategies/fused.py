@@ -1,8 +1,8 @@
-"""A collective, what is added to its result, and the norm behind it, as one call.
+"""A collective, the additions to its result and the norm after it, fused into one call.
 
-The call computes what the operators compute, by their own graphs: no weight, epsilon or cast is guessed. On CUDA the
-sum over the ranks goes through symmetric memory where the group has it, each rank reading its neighbours' memory; what
-follows it is compiled there, to one kernel where that can be. No machine with several GPUs has run this yet.
+The call runs the graphs of these operators: no weight, epsilon or cast is guessed. On CUDA the all-reduce uses
+symmetric memory where the group has it: each rank reads its neighbours' memory. The rest is compiled, to one kernel if
+possible. This has not been run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dynaflow import _torch
 from dynaflow.lower.compile_ops import nameless
 
 ADDING = frozenset(("copy_", "add", "add_", "iadd", "sub", "mul", "to", "float", "bfloat16", "half", "type_as"))
-"""Calls that may stand between a collective and its norm: a residual, a bias, a scale, a cast."""
+"""Calls that may be between a collective and its norm: a residual, a bias, a scale, a cast."""
 _VIEWS = ("view", "reshape")
 _SMALL = 256 * 1024
-"""Bytes up to which every rank reads all of its neighbours' data; beyond that each sums a share of it."""
+"""Bytes up to which the one-shot all-reduce is used: every rank reads all data; the two-shot one sums a share."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _WORLDS = (2, 4, 8)
-"""What symmetric memory's sums are written for."""
+"""Group sizes that torch's symmetric-memory all-reduces support."""
 
 
 def find_chains(ops: Sequence[df.Op], collective: str, norm: str) -> dict[str, tuple[df.Op, ...]]:
-    """By the name of a collective: it, what adds to its result, and the norm of that; where all run for the same rows.
+    """Returns for each collective, by name: itself, the additions to its result and the norm, if they can be fused.
 
-    `collective`, `norm`: their tags.
+    `collective`, `norm`: the tags of both.
     """
     found: dict[str, tuple[df.Op, ...]] = {}
     before: dict[int, set[int]] = {}
@@ -42,7 +42,7 @@ def find_chains(ops: Sequence[df.Op], collective: str, norm: str) -> dict[str, t
             known = {*before[first.index], *(op.index for op in chain)}
             user = next((op for op in ops if chain[-1].index in op.after), None)
             if user is None or user.groups or not _is_simple(user) or not known.issuperset(user.after):
-                chain = []  # something else has to come first
+                chain = []  # another operator has to run before it
             elif norm in user.tags or ADDING.issuperset(user.functions):
                 chain.append(user)
             else:
@@ -53,7 +53,7 @@ def find_chains(ops: Sequence[df.Op], collective: str, norm: str) -> dict[str, t
 
 
 def _is_simple(op: df.Op) -> bool:
-    """It can be called with its values alone, once they are there: sizes, if it takes any, follow from them."""
+    """Whether it can be called with its values alone: sizes that it takes follow from their shapes."""
     nodes = list(op.module.graph.nodes)
     sizes = nodes[: len(op.symbols)]
     follows = all(_is_left_open(user, size) for size in sizes for user in size.users)
@@ -61,7 +61,7 @@ def _is_simple(op: df.Op) -> bool:
 
 
 def _is_left_open(node: fx.Node, size: fx.Node) -> bool:
-    """A view for which -1 in place of `size` says the same."""
+    """Whether the node is a view for which -1 in place of `size` is equivalent."""
     if node.op != "call_method" or node.target not in _VIEWS or node.kwargs:
         return False
     shape: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
@@ -72,7 +72,7 @@ def _is_left_open(node: fx.Node, size: fx.Node) -> bool:
 class Fusions:
     """The fused calls of one scheduler, and the memory that they share with other ranks.
 
-    `compiled`: what follows the collective is compiled; None: on CUDA alone.
+    `compiled`: compile what follows the collective; None: on CUDA only.
     """
 
     def __init__(self, *, compiled: bool | None = None) -> None:
@@ -89,7 +89,7 @@ class Fusions:
         return ReducedNorm(chain, results, self.link, self._tail)
 
     def _tail(self, tail: fx.GraphModule, device: torch.device) -> Callable[..., Any]:
-        """Compiled once for all layers that are alike."""
+        """Compiles the graph once for all equal layers."""
         if not (self.compiled or (self.compiled is None and device.type == "cuda")):
             return tail.forward
         key = nameless(tail)
@@ -99,7 +99,7 @@ class Fusions:
 
 
 class ReducedNorm:
-    """Stands for a chain of operators: takes and returns what `ctx.signature` says of them."""
+    """The function that replaces a chain of operators: it has their signature, `ctx.signature`."""
 
     def __init__(
         self,
@@ -131,12 +131,12 @@ class ReducedNorm:
         results = self._tail(*summed, *(known[v] for v in self.given))
         if reduced is None:
             return results
-        # The next sum will be in the same memory: nothing of it may be handed out.
+        # The next all-reduce reuses this memory: results must not share it.
         shared = reduced.untyped_storage().data_ptr()
         return tuple(r.clone() if r.untyped_storage().data_ptr() == shared else r for r in results)
 
     def _is_sum(self) -> bool:
-        """Over all ranks of a group, of one tensor: what symmetric memory can do."""
+        """Whether it is an all-reduce (sum) of one tensor, which symmetric memory supports."""
         op = self.collective
         calls = [node for node in op.module.graph.nodes if node.op == "call_function"]
         return op.functions == ("all_reduce", "wait_tensor") and len(calls) == 2 and calls[0].args[1] == "sum"
@@ -147,7 +147,7 @@ def _open_sizes(op: df.Op) -> list[int]:
 
 
 def _compose(ops: Sequence[df.Op], reads: Sequence[int], results: Sequence[int]) -> fx.GraphModule:
-    """One graph for operators in a row."""
+    """Returns one graph for consecutive operators."""
     out = fx.Graph()
     known = {v: out.placeholder(f"v_{i}") for i, v in enumerate(reads)}
     for op in ops:
@@ -166,30 +166,30 @@ def _compose(ops: Sequence[df.Op], reads: Sequence[int], results: Sequence[int])
 
 
 def _copied(out: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
-    """Like `Graph.node_copy`, which wants nodes alone in place of nodes."""
+    """Copies a node as `Graph.node_copy` does, but `env` may map nodes to constants."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     return out.create_node(node.op, node.target, args, kwargs)
 
 
 class Link:
-    """Sums over the ranks of a group through memory that all of them see, where there is such memory.
+    """All-reduces through symmetric memory, where the group has it.
 
-    There is one buffer for each stream that sums: what follows on a stream may use it again. All ranks decide alike,
-    since each step of making a buffer is agreed on.
+    There is one buffer per stream, which later calls on that stream reuse. All ranks make the same decision, because
+    they agree on each step of allocating a buffer.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[Any, Tensor | None] = {}
 
     def sum(self, x: Tensor, group: str) -> Tensor | None:
-        """The sum, in memory that the next one on this stream is written to; None if it can't be had."""
+        """Returns the sum, in memory that the next call on this stream reuses; None if it is not possible."""
         differentiated = torch.is_grad_enabled() and x.requires_grad
         if x.device.type != "cuda" or x.dtype not in _DTYPES or not x.numel() or differentiated:
             return None
-        nbytes = 1 << (x.nbytes - 1).bit_length()  # few sizes, so that few buffers serve all
+        nbytes = 1 << (x.nbytes - 1).bit_length()  # few sizes: few buffers
         key = (group, x.device, torch.cuda.current_stream(x.device).cuda_stream, nbytes)
         if key not in self._buffers:
-            if torch.cuda.is_current_stream_capturing():  # where nothing can be agreed on
+            if torch.cuda.is_current_stream_capturing():  # ranks can't agree during a capture
                 return None
             self._buffers[key] = _shared(nbytes, x.device, group)
         buffer = self._buffers[key]
@@ -205,11 +205,11 @@ class Link:
 
 
 def _shared(nbytes: int, device: torch.device, group: str) -> Tensor | None:
-    """Memory that all ranks of the group can reach. None, on all of them, if one of them has none."""
+    """Allocates memory that all ranks of the group can access. None on all ranks if it fails on one."""
     if len(_torch.ranks_of([group])) not in _WORLDS:
         return None
     buffer: Tensor | None = None
-    for step in (lambda _: _torch.symmetric_memory(nbytes, device), lambda made: _torch.meet_in(made, group)):
+    for step in (lambda _: _torch.symmetric_memory(nbytes, device), lambda made: _torch.rendezvous(made, group)):
         try:
             buffer = step(buffer)
         except RuntimeError:

@@ -1,7 +1,7 @@
-"""Nano-batches: operators that compute beside those that wait for memory, and beside those that wait for the link.
+"""Nano-batches: compute-bound operators beside memory-bound ones and beside collectives.
 
-Attention of a decoding batch reads the cache and computes little; matrix products compute and read little. Nano-batches
-take turns at computing: when one comes to its attention, or to a collective, the next one computes meanwhile.
+Attention of a decoding batch reads the cache and computes little; matmuls compute much and read little. Nano-batches
+take turns: when one reaches its attention, or a collective, the next one computes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import dynaflow as df
 
 
 class NanoFlow(df.OpSchedulerBase):
-    """`attention`, `collectives`: globs on the calls that wait for memory, and for the link. `sms`: what attention may
-    use of the device; `exclusive`: products get what is left, and not all of it. `merged`: globs on modules that run
-    once for all nano-batches, while others run split. `by_rows`: the collectives treat each row by itself, though that
-    can't be seen (custom operators).
+    """`attention`, `collectives`: globs on the calls that are bound by memory, and by the link. `sms`: the SMs that
+    attention may use; `exclusive`: matmuls get only the others, instead of all. `merged`: globs on modules that run
+    once for all nano-batches, while others run split. `by_rows`: declares that the collectives treat each row by
+    itself, for custom operators that analysis does not know.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The optimizer's step for a layer, beside the backward of the layers below (`df.compile(..., optimizer=...)`).
 
-A step streams weights and states through memory and computes next to nothing; what runs beside it mostly computes. The
-gradients of a layer are gone before those of the next but one are made.
+A step reads and writes weights and states and computes very little; the backward pass beside it mostly computes. The
+gradients of a layer are freed before those of the layer after the next are made.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ UPDATE = "update"
 
 
 class OptimizerOverlap(df.WrappingScheduler):
-    """Steps on a lane of their own, as soon as they can be made; the rest as `inner` says.
+    """Runs steps on their own lane, as soon as their gradients are ready; `inner` schedules the rest.
 
-    Operators wait until no more than `behind` layers have gradients that are not applied yet. `inner` sees the graph
-    without steps; its own `key` is not asked. None: all in order, on one lane.
+    Operators wait until at most `behind` layers have gradients that are not applied yet. `inner` sees the graph without
+    steps; its `key` is not used. None: all in order, on one lane.
     """
 
     def __init__(self, inner: df.OpSchedulerBase | None = None, behind: int = 1) -> None:
@@ -37,12 +37,12 @@ class OptimizerOverlap(df.WrappingScheduler):
 
 
 class _WithoutSteps:
-    """The context as the inner scheduler sees it: steps are not there, and are issued as soon as they are ready."""
+    """The context for the inner scheduler: it hides the steps, and issues them as soon as they are ready."""
 
     def __init__(self, ctx: df.ScheduleContext, behind: int) -> None:
         self._ctx, self._behind = ctx, behind
         self.ops = tuple(op for op in ctx.ops if UPDATE not in op.tags)
-        self._steps: list[df.OpItem] = []  # on their way, and nobody waits for them yet
+        self._steps: list[df.OpItem] = []  # issued, and no operator waits for them yet
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
@@ -51,7 +51,7 @@ class _WithoutSteps:
         return [item for item in self._ctx.get_ready_ops() if UPDATE not in item.tags]
 
     def execute(self, ops: df.OpItem | Sequence[df.OpItem], *args: Any, **kwargs: Any) -> None:
-        if len(self._steps) > self._behind:  # steps run one after the other: the last of these is enough
+        if len(self._steps) > self._behind:  # steps run in order: waiting for the last of these is enough
             kwargs["after"] = [*kwargs.get("after", ()), self._steps[-1 - self._behind]]
             del self._steps[: -self._behind or None]
         self._ctx.execute(ops, *args, **kwargs)

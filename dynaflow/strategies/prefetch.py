@@ -1,9 +1,9 @@
-"""What lives in host memory comes by the copy engine, some operators ahead of its use, and is gone after it.
+"""Copies from host memory on the copy engine, a few operators before their use, and frees them after it.
 
 A model larger than the device's memory then runs as fast as it computes or as fast as its weights are copied,
-whichever takes longer. `df.offload(model, device)` puts the weights into host memory; anything else that a model
-fetches by `torch.ops.dynaflow.fetch`, such as a cache, is treated alike. What training saves for the backward pass goes
-there beside the computation, and comes back in the same way (`df.compile(..., offload_saved=1 << 20)`).
+whichever is slower. `df.offload(model, device)` moves the weights to host memory; anything else that a model fetches by
+`torch.ops.dynaflow.fetch`, such as a cache, is handled the same way. Tensors that training saves for the backward pass
+are copied to the host beside the computation, and back in the same way (`df.compile(..., offload_saved=1 << 20)`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FETCH, STORE = "fetch", "store"
 
 
 class Prefetch(df.WrappingScheduler):
-    """Fetches on a lane of their own, `ahead` operators before the one that uses them; the rest as `inner` says.
+    """Fetches on their own lane, `ahead` operators before the one that uses them; `inner` schedules the rest.
 
-    Memory is that of `ahead` + 1 operators' weights: each fetch waits until an earlier operator is done with its own.
-    What is stored goes on another lane, and operators wait until no more than `behind` results are on their way.
-    `inner` sees the graph without fetches; its own `key` is not asked. None: all in order, on one lane.
+    It needs memory for the weights of `ahead` + 1 operators: each fetch waits until an earlier operator is done with
+    its weights. Stores go to another lane, and operators wait until at most `behind` of them are in flight. `inner`
+    sees the graph without fetches and stores; its `key` is not used. None: all in order, on one lane.
     """
 
     def __init__(self, inner: df.OpSchedulerBase | None = None, ahead: int = 1, behind: int = 4) -> None:
@@ -51,23 +51,23 @@ class Prefetch(df.WrappingScheduler):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Load:
-    """What is fetched for one operator, and who uses it: that operator and, seldom, later ones."""
+    """The fetches for one operator, and their users: that operator and, rarely, later ones."""
 
     fetches: list[df.Op] = field(default_factory=list)
     users: list[df.Op] = field(default_factory=list)
 
 
 class _WithoutFetches:
-    """The context as the inner scheduler sees it: fetches and stores are not there, and are issued in their turn."""
+    """The context for the inner scheduler: it hides fetches and stores, and issues them in time."""
 
     def __init__(self, ctx: df.ScheduleContext, ahead: int, behind: int) -> None:
         self._ctx, self._ahead, self._behind = ctx, ahead, behind
         self.ops = tuple(op for op in ctx.ops if not op.tags & {FETCH, STORE})
         self._unstored = [op for op in ctx.ops if STORE in op.tags]
-        self._stored: list[df.OpItem] = []  # on their way, and nobody waits for them yet
+        self._stored: list[df.OpItem] = []  # issued, and no operator waits for them yet
         self._left: dict[int, set[int]] = {}  # operator -> micro-batches for which it has not been executed
         self._begun: set[int] = set()  # operators that have been executed for some micro-batch
-        self._held: list[_Load] = []  # issued, and no later fetch waits for the end of its use
+        self._held: list[_Load] = []  # issued, and no later fetch waits for the end of their use
         loads: dict[int, _Load] = {}
         for fetch in (op for op in ctx.ops if FETCH in op.tags):
             users = [op for op in self.ops if fetch.index in op.after]
@@ -85,15 +85,15 @@ class _WithoutFetches:
         unused = [load for load in self._held if not self._is_begun(load)]
         if not self._todo or len(unused) > self._ahead:
             return ready
-        # If one micro-batch ran on to what was fetched ahead, the next fetch would wait for the others.
+        # If one micro-batch used what was fetched ahead now, the next fetch would have to wait for the others.
         return [item for item in ready if not any(item.op in load.users for load in unused)] or ready
 
     def execute(self, ops: df.OpItem | Sequence[df.OpItem], *args: Any, **kwargs: Any) -> None:
         self._fetch_ahead()
         items = list(ops) if isinstance(ops, Sequence) else [ops]
         for load in [load for load in self._todo if any(item.op in load.users for item in items)]:
-            self._fetch(load)  # out of turn: it is used now
-        if len(self._stored) > self._behind:  # stores run one after the other: the last of these is enough
+            self._fetch(load)  # early: it is used now
+        if len(self._stored) > self._behind:  # stores run in order: waiting for the last of these is enough
             done = self._stored[-1 - self._behind]
             kwargs["after"] = [*kwargs.get("after", ()), done]
             del self._stored[: -self._behind or None]
@@ -109,8 +109,8 @@ class _WithoutFetches:
             self.execute(ops[0])
 
     def _fetch_ahead(self) -> None:
-        """Issues the next fetches for which there is room; those of the model's next operator in any case."""
-        if not self._left:  # by now the batch is split
+        """Issues the next fetches for which there is room; those for the model's next operator in any case."""
+        if not self._left:  # the batch is split by now
             self._left = {op.index: {m for i in self._ctx.items(op) for m in i.micro_batches} for op in self.ops}
         following = next((op for op in self.ops if self._left[op.index]), None)
         while self._todo and all(self._is_done(a) for fetch in self._todo[0].fetches for a in fetch.after):
@@ -127,7 +127,7 @@ class _WithoutFetches:
                 self._stored.append(item)
 
     def _fetch(self, load: _Load) -> None:
-        """On the copy lane, and so late that no more than `ahead` others are in memory."""
+        """Issues it on the copy lane, after an earlier one if more than `ahead` others are in memory."""
         over = [held for held in self._held if self._is_over(held)][: max(0, len(self._held) - self._ahead)]
         last = [item for held in over for user in held.users for item in self._ctx.items(user)]
         for fetch in load.fetches:

@@ -1,4 +1,4 @@
-"""The uncut graph, as torch.compile would run it."""
+"""The uncut graph, as torch.compile runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches in the order that a solver finds best, each operator on the lane of what it uses most."""
+"""Micro-batches in the order that a solver finds best, each operator on the lane of the resource it uses most."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynaflow.tune.solver import Job, solve
 
 
 class Solver(df.OpSchedulerBase):
-    """`attention`, `collectives`: globs on the calls to cut at. `seconds`: for the solver."""
+    """`attention`, `collectives`: globs on the calls to cut at. `seconds`: time limit of the solver."""
 
     def __init__(
         self,

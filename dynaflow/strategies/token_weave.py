@@ -1,7 +1,7 @@
-"""Tokens in two halves: the all-reduce of one, with the residual and the norm behind it, beside the other's compute.
+"""Two halves of the tokens: the all-reduce of one, with the residual and the norm after it, beside the other's compute.
 
-Where a collective is followed by a residual add and a norm, the three become one call: what comes off the link is
-normed at once, and the compute lane never stops for it. Other collectives run as in `comm_overlap`.
+Where a collective is followed by a residual add and a norm, the three become one call: the norm runs right after the
+all-reduce, and the compute lane does not wait for it. Other collectives run as in `comm_overlap`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import dynaflow as df
 from dynaflow.strategies.fused import Fusions, find_chains
 
 NORMS = re.compile(r"(^|\.)[^.]*(norm|ln_)[^.]*$")
-"""The last part of a norm's path: input_layernorm, norm1, ln_2."""
+"""Matches the last part of a norm's path: input_layernorm, norm1, ln_2."""
 
 
 class TokenWeave(df.OpSchedulerBase):
     """`norms`, `collectives`: patterns on the paths of norms, and on the calls that use the link. `experts`: a glob on
-    layers that treat every token by itself, though it can't be seen. `sms`: what the link's lane may use of the device.
-    `compiled`: compile what follows a collective; None: on CUDA alone.
+    layers that are declared to treat each token by itself. `sms`: the SMs that the lane of collectives may use.
+    `compiled`: compile what follows a collective; None: on CUDA only.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Whole steps of training in micro-batches, with the loss and the gradients of the whole batch.
+"""Training steps in micro-batches, with the loss and the gradients of the whole batch.
 
-A micro-batch is a call of the compiled model and a backward() of its own: each pass has its plans, and autograd adds
-gradients up in place. The forward pass of a micro-batch is issued before the backward pass of the one before it. On
-CUDA each one in flight has a stream, and a compiled model with lanes, events and memory of its own, since autograd goes
-back on the stream that it came on. So what a micro-batch keeps is made, used and let go on one stream, and all that two
-of them share is gradients: backward passes wait for each other, in order.
+Each micro-batch is a call of the compiled model and a backward(): each pass has its plans, and autograd accumulates
+gradients in place. The forward pass of a micro-batch is issued before the backward pass of the previous one. On CUDA
+each one in flight has its own stream, and a compiled model with its own lanes, events and memory, because autograd runs
+the backward pass on the stream of the forward pass. So the activations of a micro-batch are allocated, used and freed
+on one stream; two micro-batches share only gradients, and backward passes wait for each other, in order.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dynaflow.schedule.base import OpSchedulerBase
 from dynaflow.schedule.split import parts_of, split_rows
 
 IGNORED = -100
-"""The label that torch's losses leave out."""
+"""The label that torch's losses ignore."""
 BATCH_NORMS = (nn.functional.batch_norm, torch.batch_norm)
 
 
 class TrainStep:
-    """Does what `model(**inputs).loss.backward()` does, in micro-batches; called with the inputs, returns the loss.
+    """Computes `model(**inputs).loss.backward()` in micro-batches; called with the inputs, returns the loss.
 
-    model: returns the loss, or what has it as `.loss` or ["loss"].
+    model: returns the loss, or an object with `.loss` or ["loss"].
     scheduler, options: as in `compile`. A micro-batch is the batch that the scheduler sees.
     micro_batches: how many, of about equal size; or their sizes.
-    in_flight: for how many of them activations may be kept at once.
+    in_flight: the most micro-batches whose activations are in memory at once.
     reduction: whether the loss is a mean over the batch or a sum.
-    weight: for a mean, the number of items that it is taken over, given the inputs of some rows. By default that of
-        the `labels` that are not -100 (without the first of each row where transformers shifts them), if there is
-        such an input; else that of the rows.
+    weight: for a mean, the number of items that it is taken over, given the inputs of some rows. By default the number
+        of `labels` that are not -100 (without the first of each row where transformers shifts them), if there is such
+        an input; otherwise the number of rows.
     batch_dims: which inputs carry the batch, and on which dim; by default all tensors, on dim 0.
     """
 
@@ -61,7 +61,7 @@ class TrainStep:
         in_flight = validate.integer(in_flight, "in_flight", advice, least=1, most=1024, error=SplitError)
         micro_batches = parts_of(micro_batches, "TrainStep.micro_batches")
         if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
-            raise validate.wrong("reduction", reduction, advice, SplitError)
+            raise validate.invalid("reduction", reduction, advice, SplitError)
         if weight is not None:
             how = "pass a function of the inputs that returns a number"
             validate.function(weight, "weight", how, SplitError)
@@ -71,7 +71,9 @@ class TrainStep:
                 advice="call optimizer.step() when the step is done; compile(..., optimizer=...) takes whole batches",
             )
         if not callable(model) or isinstance(model, type):
-            raise SplitError(f"{shown(model)} is no model", advice="pass a module, or a function that returns the loss")
+            raise SplitError(
+                f"{shown(model)} is not a model", advice="pass a module, or a function that returns the loss"
+            )
         self.models = [compile(_to_loss(model), scheduler, batch_dims=batch_dims, **options) for _ in range(in_flight)]
         """One for each stream; on CPU all micro-batches go through the first."""
         self._micro_batches, self._batch_dims = micro_batches, batch_dims
@@ -82,7 +84,7 @@ class TrainStep:
         self._sides: dict[torch.device, list[torch.cuda.Stream]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of the whole batch. Gradients are added to those that are there."""
+        """Returns the loss of the whole batch. Gradients are accumulated."""
         inputs = self._by_name(args, kwargs)
         parts = self._parts(inputs)
         streams = self._streams([v.device for v in inputs.values() if isinstance(v, Tensor)])
@@ -114,7 +116,7 @@ class TrainStep:
         return inputs
 
     def _parts(self, inputs: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
-        """The inputs of each micro-batch, and the part that its loss has in the whole's."""
+        """Returns the inputs of each micro-batch, and the weight of its loss in the whole loss."""
         dims = dict(self._dims(inputs))
         sizes = {name: inputs[name].size(dim) for name, dim in dims.items()}
         if len(set(sizes.values())) != 1:
@@ -127,7 +129,7 @@ class TrainStep:
             cut = {n: inputs[n].narrow(dim, rows.start, rows.stop - rows.start) for n, dim in dims.items()}
             parts.append(({**inputs, **cut}, self._items({**inputs, **cut}, rows.stop - rows.start)))
         total = sum(items for _, items in parts) if self._mean else 1.0
-        # One without items has no mean (0 / 0), and no part in the whole's; nor has the whole, if none has any.
+        # A micro-batch without items has no mean (0 / 0) and no weight; if none has items, neither has the batch.
         return [(part, items / total) for part, items in parts if items] or [(part, 1.0) for part, _ in parts]
 
     def _dims(self, inputs: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -152,7 +154,7 @@ class TrainStep:
         return float((labels[..., 1:] if self._shifted else labels).ne(IGNORED).sum())
 
     def _streams(self, devices: list[torch.device]) -> list[Any]:
-        """One for each micro-batch in flight, the caller's first, on which gradients are made; None: no streams."""
+        """Returns a stream for each micro-batch in flight, the caller's first; None on CPU."""
         device = next((device for device in devices if device.type == "cuda"), None)
         if device is None:
             return [None]
@@ -165,7 +167,7 @@ class TrainStep:
 
 
 def _backward(loss: Tensor, weight: float, stream: Any, last: Any) -> torch.cuda.Event | None:
-    """Begins where the `last` one ended, which wrote the same gradients; returns its own end."""
+    """Runs after the `last` backward pass, which wrote the same gradients. Returns an event at its end."""
     with torch.cuda.stream(stream):
         if last is not None:
             last.wait()
@@ -174,7 +176,7 @@ def _backward(loss: Tensor, weight: float, stream: Any, last: Any) -> torch.cuda
 
 
 def _to_loss(model: Callable[..., Any]) -> Callable[..., Any]:
-    """The model, with nothing but its loss for a result: autograd would make gradients, all zeros, of the others."""
+    """Returns the model with its loss as the only result: for others autograd would make gradients of zeros."""
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         result = model(*args, **kwargs)
@@ -191,14 +193,14 @@ def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim():
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise SplitError(
-            f"the model's loss is no scalar, but {what}",
+            f"the model's loss is not a scalar but {what}",
             advice="pass a function that returns the loss: lambda x, y: cross_entropy(model(x), y)",
         )
     return loss
 
 
 def _refuse_batch_norm(gm: fx.GraphModule) -> None:
-    """Seen where it is called, since nobody knows which modules a function has at hand."""
+    """Raises if the graph calls batch norm: which modules a function uses is not known before."""
     for part in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
         for node in part.graph.nodes:
             own = node.target in BATCH_NORMS and (node.kwargs.get("training") or True in node.args[5:6])
@@ -210,6 +212,6 @@ def _refuse_batch_norm(gm: fx.GraphModule) -> None:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Whether it is one of transformers' that predict next tokens: then the first label of a row does not count."""
+    """Whether the model is one of transformers' causal language models: the first label of each row doesn't count."""
     name = getattr(getattr(model, "loss_function", None), "__name__", "")
     return name == "ForCausalLMLoss" and not getattr(model.config, "is_encoder_decoder", False)

@@ -1,7 +1,7 @@
-"""A clock for work on a device: what the device takes, neither what the host takes nor what the clock does.
+"""A clock for device time: without the host's time and without the overhead of the clock.
 
-On CUDA the device is kept busy until the host has issued all that is timed. A card that is power-limited is slower once
-it has worked for a while, by a tenth and more: so it works first, and what keeps it busy is the same work once more.
+On CUDA the device stays busy until the host has issued all timed work. A power-limited card gets slower after a
+while, by a tenth and more: so it warms up first, and the work that keeps it busy is the same as the timed work.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from dynaflow import _torch
 
 HEAT = 0.3
-"""Seconds of work before anything is timed, at least."""
+"""The least seconds of work before anything is timed."""
 CYCLES = 2e9
-"""A second, or longer."""
+"""Clock cycles in a second, or more."""
 SHORTEST, LONGEST = 1e-3, 0.1
-"""Seconds for which the device is held back so that the host gets ahead of it."""
+"""Seconds that the device sleeps so that the host gets ahead of it."""
 EMPTY = 5
+"""Pairs of events with nothing in between: the overhead of the clock."""
 
 
 class Clock:
@@ -32,14 +33,14 @@ class Clock:
         self._on = False
         self._moments: list[Any] = []
         self._hold = 0.0
-        """Seconds for which the device has to be held back beside the work that keeps it busy, as far as is known."""
+        """Seconds that the device has to sleep in addition to the work that keeps it busy, as far as is known."""
 
-    def __call__(self, *told: Any) -> None:
+    def __call__(self, *_: Any) -> None:
         if self._on:
             self._moments.append(_event() if self.cuda else time.perf_counter())
 
     def warm_up(self, work: Callable[[], Any], seconds: float = HEAT) -> None:
-        """Runs the work once to load and tune its kernels, and on CUDA for so many seconds more."""
+        """Runs the work once to load and tune its kernels, and on CUDA repeats it for `seconds`."""
         work()
         if not self.cuda:
             return
@@ -50,29 +51,31 @@ class Clock:
             torch.cuda.synchronize()
 
     def time(self, work: Callable[[], Any]) -> list[float]:
-        """The seconds of each thing that the work calls the clock around."""
+        """Returns the seconds of each part of the work that calls the clock before and after."""
         if not self.cuda:
-            self._note(work)
+            self._record(work)
             return [b - a for a, b in self._pairs()]
-        while not (own := self._issued(work)):
+        while not (empty := self._issued(work)):
             self._hold = max(2 * self._hold, SHORTEST)
-        nothing = statistics.median(a.elapsed_time(b) for a, b in own)
-        return [max(0.0, a.elapsed_time(b) - nothing) / 1e3 for a, b in self._pairs()]
+        overhead = statistics.median(a.elapsed_time(b) for a, b in empty)
+        return [max(0.0, a.elapsed_time(b) - overhead) / 1e3 for a, b in self._pairs()]
 
     def _issued(self, work: Callable[[], Any]) -> list[tuple[Any, Any]]:
-        """Runs the work twice, the second time with the clock on. Returns events with nothing between; none if the
-        device came to the timed work before the host had issued all of it, and could have held it longer."""
+        """Runs the work twice, the second time with the clock on. Returns pairs of events with nothing in between.
+
+        None if the device reached the timed work before the host had issued all of it, and may sleep longer.
+        """
         torch.cuda.synchronize()
         if self._hold:
             _torch.sleep(int(self._hold * CYCLES))
         work()
-        own = [(_event(), _event()) for _ in range(EMPTY)]
-        self._note(work)
-        in_time = not own[0][0].query() or self._hold >= LONGEST
+        empty = [(_event(), _event()) for _ in range(EMPTY)]
+        self._record(work)
+        in_time = not empty[0][0].query() or self._hold >= LONGEST
         torch.cuda.synchronize()
-        return own if in_time else []
+        return empty if in_time else []
 
-    def _note(self, work: Callable[[], Any]) -> None:
+    def _record(self, work: Callable[[], Any]) -> None:
         self._moments, self._on = [], True
         try:
             work()

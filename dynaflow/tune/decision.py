@@ -1,4 +1,4 @@
-"""What a tuner decided for one situation, and why."""
+"""What the tuner decided for one situation, and why."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ SEQUENCE = "sequential"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One schedule."""
+    """One schedule that was considered."""
 
     name: str
     predicted: float | None = None
     """Seconds, by the simulator."""
     limit: str = ""
-    """What holds it up, by the simulator, in words."""
+    """What limits it, by the simulator."""
     measured: Timing | None = None
     problem: str = ""
-    """Why it was not tried further."""
+    """Why it was dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The choice and all that it was chosen from, sequence first."""
+    """The choice and all schedules that were considered, the sequence first."""
 
     chosen: str
     why: str
     tried: tuple[Attempt, ...]
     seconds: float = 0.0
-    """That tuning took."""
+    """The time that tuning took."""
 
     def __str__(self) -> str:
         width = max(len(t.name) for t in self.tried)
@@ -49,8 +49,8 @@ class Decision:
 
     @property
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """Of each schedule: a mark if it is chosen, its name, the predicted and the measured time, that against
-        sequence's, and what limits it."""
+        """Yields for each schedule: a mark if it is chosen, its name, the predicted and the measured time, the speed-up
+        over the sequence, and what limits it."""
         for t in self.tried:
             predicted = f"{t.predicted * 1e3:.3f} ms" if t.predicted is not None else ""
             measured = f"{t.measured.seconds * 1e3:.3f} ms" if t.measured else ""

@@ -1,4 +1,4 @@
-"""Why a model runs as it does: the plan, what it would take by the cost model, and what the tuner found."""
+"""Why a model runs as it does: the plan, its simulation, and what the tuner found."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dynaflow.cost.simulation import Simulation
 class Explanation:
     plan: Plan
     decision: Any
-    """What the scheduler says about its choice; from `auto`, a Decision."""
+    """The scheduler's note on its choice; of `auto`, a Decision."""
     simulation: Simulation | None
     refusals: tuple[tuple[str, str], ...]
-    """Operators that run whole, and why."""
+    """Operators that run unsplit, and why."""
 
     def __str__(self) -> str:
         parts = [str(self.decision)] if self.decision is not None else []

@@ -1,4 +1,4 @@
-"""Plans timed side by side on the arguments at hand, leaving no trace: what the model writes is put back."""
+"""Plans timed in turns on the given arguments; what the model writes is restored."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 WARM_UP = 3
 ROUNDS = 9
-"""Where ranks measure together and have to make the same calls."""
+"""The number of rounds where several ranks measure together: they have to make the same calls."""
 MOST_ROUNDS = 101
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Of one plan, against the first in the same rounds."""
+    """The time of one plan, compared with the first plan in the same rounds."""
 
     seconds: float
     """The median."""
@@ -26,14 +26,14 @@ class Timing:
     """The median of the rounds' ratios to the first plan's time; below 1 is faster."""
     low: float
     high: float
-    """Between which eight of ten ratios lie."""
+    """Eight of ten ratios are between `low` and `high`."""
     rounds: int
 
 
 def side_by_side(
     runs: Sequence[Callable[[], Any]], restore: Callable[[], None], *, seconds: float, cuda: bool, rounds: int | None
 ) -> list[list[float]]:
-    """The seconds of each run in rounds that alternate, until `seconds` are over, or for just so many `rounds`."""
+    """Returns the seconds of each run in alternating rounds, for about `seconds`, or for exactly `rounds` rounds."""
 
     def timed(run: Callable[[], Any]) -> float:
         restore()

@@ -1,7 +1,7 @@
-"""How long operators take on the device at hand: measured once for each size, and kept on disk.
+"""How long operators take on this device: measured once for each size, and stored on disk.
 
-A plan's tasks run one after the other on one lane, each by itself, with a clock around it. What their kernels take
-longer than in a CUDA graph, since they are launched one by one, is subtracted.
+A plan's tasks run one after the other on one lane, each timed by itself. The launch time of their kernels, which a CUDA
+graph would not have, is subtracted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from dynaflow.core.device import device_for
 from dynaflow.core.disk_cache import DiskCache
-from dynaflow.core.plan import Lane, Plan, Task, one_by_one
+from dynaflow.core.plan import Lane, Plan, Task, operator_by_operator
 from dynaflow.cost.costs import Costs, Profile
 from dynaflow.cost.simulate import rows_of
 from dynaflow.cost.work import operator_key
@@ -30,11 +30,11 @@ LANE = Lane(name="profile")
 _store = DiskCache("profiles")
 
 Key = tuple[str, int, int | None]
-"""An operator, its rows, and the SMs that it has; None: all."""
+"""An operator, its rows, and the SMs that it may use; None: all."""
 
 
 class Profiler:
-    """The operators of one model on one device."""
+    """Times the operators of one model on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -49,7 +49,7 @@ class Profiler:
         return self._known
 
     def missing(self, plan: Plan, graph: OpGraph) -> bool:
-        """Is there an operator of the plan that was never measured, here or by an earlier process?"""
+        """Whether an operator of the plan was never measured, here or by an earlier process."""
         keys = {key for lane in _lanes(plan) for key in self._keys(plan, graph, lane) if key is not None}
         for key in keys - self._known.keys():
             if (seconds := _seconds(_store.get(self._place(key)))) is not None:
@@ -57,7 +57,7 @@ class Profiler:
         return not keys <= self._known.keys()
 
     def measure(self, made: Any, trials: Trials, restore: Callable[[], None]) -> None:
-        """Runs a plan's tasks one by one, on the share of each lane, and keeps what each operator took."""
+        """Runs a plan's tasks one by one, on each lane's share of the SMs, and stores each operator's time."""
         plan, graph = made.plan, made.graph
         launching = self._launching(made)
         for lane in _lanes(plan):
@@ -84,7 +84,7 @@ class Profiler:
         plan, graph = made.plan, made.graph
         if not plan.sequential or len(graph.ops) > 1:
             return trials.watched(made, one_after_another(plan, graph, lane), clock)
-        whole = trials.watched(made, plan, clock)  # which is compiled already, as it runs; as a task it would be anew
+        whole = trials.watched(made, plan, clock)  # compiled already; as a task it would be compiled again
 
         def run(args: list[Any]) -> None:
             clock()
@@ -94,7 +94,7 @@ class Profiler:
         return run
 
     def _keys(self, plan: Plan, graph: OpGraph, lane: Lane) -> list[Key | None]:
-        """Of each task: what the lane's share tells of it. Of a fusion, and of other lanes' tasks, nothing."""
+        """The key of each task; None for fused tasks and for tasks of other lanes with shares."""
         sms = plan.shares(device_for(self.device).sms).get(lane.name)
         return [
             (operator_key(graph, graph.by_name[t.items[0].op]), rows_of(plan, graph, t.items[0]), sms)
@@ -104,7 +104,7 @@ class Profiler:
         ]
 
     def _launching(self, made: Any) -> list[float]:
-        """Of each task: the seconds that are its kernels' launches."""
+        """The seconds that each task's kernel launches take."""
         plan, graph, device = made.plan, made.graph, device_for(self.device)
         costs = Costs(graph, device, sizes=made.values)
         items = [task.items[0] for task in _tasks(plan, graph)]
@@ -114,17 +114,17 @@ class Profiler:
         return f"{self._where} {key[0]} {key[1]} {key[2]}"
 
 
-def _seconds(kept: str | None) -> float | None:
-    """What an earlier process left; None if that is no time."""
+def _seconds(text: str | None) -> float | None:
+    """Parses a time that an earlier process stored; None if it isn't valid."""
     try:
-        seconds = float(kept or "nan")
+        seconds = float(text or "nan")
     except ValueError:
         return None
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 def one_after_another(plan: Plan, graph: OpGraph, lane: Lane) -> Plan:
-    """The plan's tasks one after the other on one lane; if lanes have shares, the others keep theirs."""
+    """Returns the plan's tasks one after the other on one lane; if lanes have shares, the others keep theirs."""
     lanes = plan.lanes if plan.partitioned else (lane,)
     tasks = tuple(replace(t, lane=lane.name, after=()) for t in _tasks(plan, graph))
     return replace(plan, lanes=lanes, tasks=tasks, code="")
@@ -135,5 +135,5 @@ def _lanes(plan: Plan) -> tuple[Lane, ...]:
 
 
 def _tasks(plan: Plan, graph: OpGraph) -> tuple[Task, ...]:
-    """Of a sequential plan, its operators."""
-    return plan.tasks or one_by_one(plan, graph.by_name).tasks
+    """The plan's tasks; of a sequential plan, one for each operator."""
+    return plan.tasks or operator_by_operator(plan, graph.by_name).tasks

@@ -1,4 +1,4 @@
-"""A bar for work that has a budget of seconds."""
+"""A progress bar for work with a time budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(seconds: float) -> Iterator[Callable[[str], None]]:
-    """Gives a function that says what is being done. No bar without a budget, and plain lines without rich."""
+    """Yields a function that displays what is being done. No bar without a budget; plain lines without rich."""
     if seconds <= 0:
         yield lambda text: None
         return

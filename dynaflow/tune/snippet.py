@@ -1,4 +1,4 @@
-"""What a tuner chose, as code to paste."""
+"""The tuner's choices as code to paste."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Sizes = Mapping[str, tuple[int, ...]]
 
 
 def code_snippet(chosen: Sequence[tuple[Sizes, str]], cudagraph: str | None = None) -> str:
-    """For one situation a call of `compile`; for several, a choice by the sizes of the inputs."""
+    """Returns a call of `compile`; with a choice by the sizes of the inputs if situations differ."""
     graph = f", cudagraph={cudagraph!r}" if cudagraph else ""
     if len({name for _, name in chosen}) == 1:
         return f"from dynaflow.strategies import make\n\nfast = df.compile(model, {make_call(chosen[0][1])}{graph})"
@@ -31,7 +31,7 @@ def code_snippet(chosen: Sequence[tuple[Sizes, str]], cudagraph: str | None = No
 
 
 def make_call(name: str) -> str:
-    """A candidate's name, nanoflow(parts=2) or prefetch(nanoflow(parts=2)), as a call of `make`."""
+    """Returns a candidate's name, nanoflow(parts=2) or prefetch(nanoflow(parts=2)), as a call of `make`."""
     kind, _, rest = name.partition("(")
     inner = rest.removesuffix(")")
     if not inner:
@@ -40,7 +40,7 @@ def make_call(name: str) -> str:
 
 
 def _distinguishing(situations: Sequence[Sizes]) -> list[str]:
-    """The inputs whose sizes tell the situations apart: the first ones that are enough."""
+    """Returns the first inputs whose sizes distinguish the situations."""
     shared = [n for n in situations[0] if all(n in s for s in situations)]
     for count in range(1, len(shared) + 1):
         if len({tuple(s[n] for n in shared[:count]) for s in situations}) == len(situations):

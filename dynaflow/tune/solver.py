@@ -1,8 +1,8 @@
-"""In which order, and on which lanes, to run what there is to run: as CP-SAT solves it.
+"""The best order of jobs on lanes, by CP-SAT (OR-Tools).
 
-Every item is an interval. Items of one lane don't overlap; an item starts when those that it reads from have ended;
-what all running items use of a resource is at most what there is. The end of the last is to be as early as possible.
-List scheduling, by longest path, gives the solver something to start from, and the answer when time runs out.
+Every job is an interval. Jobs of one lane don't overlap; a job starts after those that it depends on; together, running
+jobs use at most all of a resource. The end of the last job is minimised. List scheduling by longest path gives the
+solver its starting point, and the answer when time runs out.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from dynaflow.core.critical_path import longest_chains
 
 SCALE = 1000
-"""Parts of a resource: CP-SAT counts in whole numbers."""
+"""Units of a resource: CP-SAT has integers only."""
 STEPS = 20000
-"""Into how many ticks the whole of it is divided."""
+"""Ticks that the list schedule is divided into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """An item to be placed."""
+    """An operator for one micro-batch, to be scheduled."""
 
     seconds: float
     lane: str
@@ -31,7 +31,7 @@ class Job:
 
 
 def list_schedule(jobs: Sequence[Job]) -> list[float]:
-    """When each starts: of those that could, always the one with the longest path to go."""
+    """Returns the start of each job: of those that are ready, always the one with the longest path next."""
     path = longest_chains([j.seconds for j in jobs], [j.after for j in jobs])
     missing = [len(p.after) for p in jobs]
     users = _users(jobs)
@@ -56,7 +56,7 @@ def list_schedule(jobs: Sequence[Job]) -> list[float]:
 
 
 def solve(jobs: Sequence[Job], seconds: float) -> list[float]:
-    """When each starts. List scheduling's answer if OR-Tools is not there, or finds nothing better in time."""
+    """Returns the start of each job; the list schedule if OR-Tools is not installed or finds nothing better in time."""
     first = list_schedule(jobs)
     try:
         from ortools.sat.python import cp_model
@@ -93,7 +93,7 @@ def solve(jobs: Sequence[Job], seconds: float) -> list[float]:
 
 
 def _feasible_start(jobs: Sequence[Job], lengths: Sequence[int], first: Sequence[float]) -> list[int]:
-    """The list schedule in ticks, with no resource overdrawn: an item waits until there is enough."""
+    """Returns the list schedule in ticks, within all resources: a job waits until there is enough of each."""
     placed: list[tuple[int, int, Mapping[str, float]]] = []
     start = [0] * len(jobs)
     free: dict[str, int] = {}

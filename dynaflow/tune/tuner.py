@@ -1,12 +1,12 @@
-"""Finds the fastest schedule for a situation: simulate all, measure the best few, and never lose to sequence.
+"""Finds the fastest schedule for a situation: simulates all, measures the best few, and never loses to the sequence.
 
-1. Each candidate plans; those that plan a sequence, or what another has planned already, are out.
-2. The simulator says how long each would take; operators are timed for it if there are more plans than are measured.
-3. The best few and sequence run side by side, in rounds that alternate, on the arguments at hand.
-4. The fastest wins if it beats sequence by more than the noise; else sequence does.
-5. The decision is kept on disk; a new process runs the winner beside sequence once more before it believes it.
+1. Each candidate plans; those that plan a sequence, or the same as another one, are dropped.
+2. The simulator predicts each plan's time; operators are timed for it if there are more plans than will be measured.
+3. The best few and the sequence run in alternating rounds on the given arguments.
+4. The fastest wins if it beats the sequence by more than the noise; otherwise the sequence does.
+5. The decision is stored on disk; a new process measures the winner against the sequence once more.
 
-Ranks that meet in collectives make the same calls in the same order, and go by the slowest rank's times.
+Ranks with common collectives make the same calls in the same order, and use the slowest rank's times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dynaflow import _torch
 from dynaflow.capture.op_registry import has_opaque_ops
 from dynaflow.core.device import device_for
 from dynaflow.core.disk_cache import DiskCache
-from dynaflow.core.plan_text import resource_in_words
+from dynaflow.core.plan_text import resource_label
 from dynaflow.cost.costs import Costs
 from dynaflow.cost.simulate import simulate
 from dynaflow.engine.snapshot import NoRoom, Snapshot
@@ -42,16 +42,16 @@ from dynaflow.tune.measure import ROUNDS, Timing, side_by_side, timings
 from dynaflow.tune.profile import Profiler
 
 GAIN = 0.99
-"""A winner takes at most this part of sequence's time, and nine rounds of ten are faster than sequence."""
+"""A winner takes at most this fraction of the sequence's time, and is faster in nine rounds of ten."""
 TRUSTED_GAIN = 0.93
-"""The same for a prediction that nothing was measured for."""
-_store = DiskCache("decisions")
+"""The same for a prediction without a measurement."""
+store = DiskCache("decisions")
 _numbers = itertools.count()
 
 Say = Callable[[str], None]
 Named = tuple[str, OpSchedulerBase]
 Among = Sequence[Named] | Callable[[], Iterable[Named]]
-"""Schedulers to choose from; or what makes them, one by one while there is time."""
+"""Schedulers to choose from, or a function that makes them one by one while there is time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class _Candidate:
 
 
 class Tuner:
-    """For one situation: `ctx` is of the uncut graph, with trials."""
+    """Tunes one situation. `ctx` is that of the uncut graph, and has trials."""
 
     def __init__(
         self,
@@ -96,23 +96,23 @@ class Tuner:
         if known is not None:
             return known
         if not self.measures and not self.ranks and has_opaque_ops(self.ctx.graph.graph.gm):
-            why = "what some operators do can't be predicted, and nothing is to be measured"
+            why = "the cost of some operators can't be predicted, and seconds=0 allows no measurement"
             return self.sequence, Decision(chosen=SEQUENCE, why=why, tried=(Attempt(name=SEQUENCE),))
         if self.measures:
-            self.trials.lowered(self.sequence)  # which is compiled in any case: no part of the time for tuning
+            self.trials.lowered(self.sequence)  # compiled in any case: it doesn't count as tuning
             self.start = time.perf_counter()
             self.end = self.start + self.seconds
         found = list(self._planned())
-        # Uncut, it is timed as a whole; cut, layers that are alike are looked at once, which is sooner done.
+        # Uncut, it is timed as a whole; cut, equal layers are simulated once, which is faster.
         graph = self._uncut() if self.measures or not found else found[0].graph
         first = _Candidate(name=SEQUENCE, scheduler=self.sequence, graph=graph, tried=Attempt(name=SEQUENCE))
-        # What is measured in any case needs no good prediction; and ranks' clocks differ, and with them what they find.
+        # Plans that are measured anyway need no good prediction; and profiles would differ between ranks.
         if self.measures and len(found) > self.most and not self.ranks:
             with contextlib.suppress(NoRoom):
-                self._profile([first, *found])
+                self.time_operators([first, *found])
         first = self._simulated(first)
         found = sorted((self._simulated(c) for c in found), key=lambda c: c.predicted)
-        chosen, why = first, "nothing else to do"
+        chosen, why = first, "no other schedule"
         if found and self.measures:
             chosen, why = self._measured(first, found)
         elif found:
@@ -126,7 +126,7 @@ class Tuner:
             seconds=time.perf_counter() - self.start,
         )
         if self.measures and (not found or first.tried.measured or all(c.tried.problem for c in found[: self.most])):
-            _store.put(self._key(), decision.to_json())  # else there may be time, or room, in the next process
+            store.put(self._key(), decision.to_json())  # otherwise the next process may have the time, or the memory
         return chosen.scheduler, decision
 
     # 1. plan
@@ -139,7 +139,7 @@ class Tuner:
         for name, scheduler in self._candidates():
             if not self.ranks and self.measures and time.perf_counter() > self.end:
                 return
-            if not self.measures and "solver" in re.split(r"\W", name):  # for seconds, and in each situation
+            if not self.measures and "solver" in re.split(r"\W", name):  # it takes seconds in each situation
                 continue
             try:
                 made = self.trials.plan(scheduler)
@@ -158,13 +158,13 @@ class Tuner:
 
     @cached_property
     def snapshot(self) -> Snapshot:
-        """What the model writes, kept once for all runs. Raises NoRoom."""
+        """What the model writes, copied once for all runs. Raises NoRoom."""
         return Snapshot(self._uncut(), self.trials.args)
 
     # 2. simulate
 
-    def _profile(self, found: list[_Candidate]) -> None:
-        """Operators that nobody has timed yet. Takes at most a third of the time that is left."""
+    def time_operators(self, found: list[_Candidate]) -> None:
+        """Times the operators that were never timed. Takes at most a third of the remaining time."""
         end = time.perf_counter() + (self.end - time.perf_counter()) / 3
         for candidate in found:
             made = self.trials.plan(candidate.scheduler)
@@ -172,7 +172,7 @@ class Tuner:
                 self.say(f"timing the operators of {candidate.name}")
                 try:
                     self.profiler.measure(made, self.trials, self.snapshot.restore)
-                except Exception as e:  # one that does not run by itself: the cost model knows something of it
+                except Exception as e:  # an operator that doesn't run by itself: the cost model predicts it
                     self.say(f"{candidate.name}: {e}")
 
     def _simulated(self, candidate: _Candidate) -> _Candidate:
@@ -181,10 +181,10 @@ class Tuner:
         costs = Costs(candidate.graph, device, self.profiler.profile, sizes=self.ctx.sizes)
         try:
             run = simulate(plan, candidate.graph, costs, device, cudagraph=self.trials.cudagraph)
-        except Exception as e:  # a prediction is a help, and never a duty
+        except Exception as e:  # best effort
             candidate.tried = replace(candidate.tried, problem=f"can't be simulated: {_first_line(e)}")
             return candidate
-        limit = resource_in_words(run.limit, run.device)
+        limit = resource_label(run.limit, run.device)
         candidate.tried = replace(candidate.tried, predicted=run.seconds, limit=limit)
         return candidate
 
@@ -203,19 +203,19 @@ class Tuner:
             self.say(f"measuring {candidate.name}")
             try:
                 baseline, mine = self._race(first.scheduler, candidate.scheduler)
-            except Exception as e:  # its plan may be one that does not compile, or fit: then it is no candidate
+            except Exception as e:  # its plan may not compile, or not fit in memory
                 candidate.tried = replace(candidate.tried, problem=f"{type(e).__name__}: {_first_line(e)}")
                 continue
             candidate.tried = replace(candidate.tried, measured=mine)
             first.tried = replace(first.tried, measured=baseline)
-            why = "measured: sequence is as fast as anything" if best is first else why
+            why = "measured: nothing is faster than the sequence" if best is first else why
             ratio = best.tried.measured.ratio if best.tried.measured and best is not first else GAIN
             if mine.ratio < ratio and mine.high < 1:
                 best, why = candidate, "measured"
         return best, why
 
     def _was_timed(self, candidate: _Candidate) -> bool:
-        """Operator by operator: so most of it is compiled."""
+        """Whether its operators were timed: then most of it is compiled."""
         made = self.trials.plan(candidate.scheduler)
         return not self.profiler.missing(made.plan, made.graph)
 
@@ -232,21 +232,21 @@ class Tuner:
         return timings(self._slowest(found))
 
     def _slowest(self, found: list[list[float]]) -> list[list[float]]:
-        """All ranks go by the same times, or they would choose differently."""
+        """Returns the slowest rank's times, so that all ranks choose the same."""
         if len(self.ranks) < 2:
             return found
         prefix = f"dynaflow/tune/{self.number}/{self.exchanges}"
         self.exchanges += 1
-        heard = _torch.exchange(prefix, _torch.rank(), self.ranks, json.dumps(found), PATIENCE)
-        everyone = [json.loads(text) for text in heard.values()]
-        return [[max(times) for times in zip(*(them[i] for them in everyone), strict=True)] for i in range(len(found))]
+        received = _torch.exchange_texts(prefix, _torch.rank(), self.ranks, json.dumps(found), PATIENCE)
+        everyone = [json.loads(text) for text in received.values()]
+        return [[max(times) for times in zip(*(one[i] for one in everyone), strict=True)] for i in range(len(found))]
 
-    # 5. keep
+    # 5. store
 
     def _known(self) -> tuple[OpSchedulerBase, Decision] | None:
-        """What an earlier process decided, if it still holds."""
-        text = _store.get(self._key())
-        if text is None or self.ranks:  # one rank might find what another does not
+        """What an earlier process decided, if it is still true."""
+        text = store.get(self._key())
+        if text is None or self.ranks:  # one rank might find it and another one not
             return None
         try:
             decision = Decision.from_json(text)

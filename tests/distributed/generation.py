@@ -11,6 +11,7 @@ from dynaflow.api import engine_of
 from dynaflow.strategies import CommOverlap, NanoFlow
 from tests.distributed.pretrained import llama, tokens
 from tests.distributed.worker import Case
+from tests.helpers import lowered_of
 
 hf = df.integrations.transformers
 
@@ -28,13 +29,13 @@ def _llama() -> None:
     assert len({tuple(row.tolist()) for row in expected[8][:, 9:]}) == 8, "the weights say nothing"
     hf.accelerate(model, operators="eager")
     generation = hf.compiled(model)
-    assert engine_of(generation.decode._any).planner.lowerer.cudagraph is None, "not tried with collectives"
+    assert engine_of(generation.decode.compiled).planner.lowerer.cudagraph is None, "not tried with collectives"
     for scheduler, parts in [(CommOverlap(), 2), (NanoFlow(parts=3), 3)]:
         generation.set_scheduler(scheduler)
         for batch, one in expected.items():
             assert torch.equal(run(batch), one)
         for phase in (generation.prefill, generation.decode):
-            plans = [lowered.plan for lowered in engine_of(phase._any).planner.cache.plans.values()]
+            plans = [lowered.plan for lowered in lowered_of(phase.compiled)]
             assert {len(plan.micro_batches) for plan in plans} == {parts}
             assert all("network" in {task.lane for task in plan.tasks} for plan in plans)
     assert generation.prefill.stats.runs == 4 and generation.decode.stats.runs == 4 * 11

@@ -39,11 +39,11 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     accelerate = functools.partial(transformers.accelerate, operators="eager")
     monkeypatch.setattr(transformers, "accelerate", accelerate)
     monkeypatch.setenv("DYNAFLOW_OPERATORS", "eager")
-    monkeypatch.setattr(op_registry, "_collectives", dict(op_registry._collectives))  # what a page declares is its own
     module = types.ModuleType("page_" + "".join(c if c.isalnum() else "_" for c in name_of(page)))
     monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks a function's globals up by its module
     section = None
-    with torch.enable_grad():  # a page may turn it off: for itself alone
+    # What a page declares, or turns off, is for itself alone.
+    with op_registry.declarations_restored(), torch.enable_grad():
         for block in blocks(page):
             if block.kind == "python" and not block.not_run:
                 if block.section != section:

@@ -29,6 +29,7 @@ from tests.fuzz.sizes import Sizes
 from tests.fuzz.steps.called import COMPILE
 from tests.fuzz.tally import Tally
 from tests.fuzz.verdicts import EAGER, judged
+from tests.helpers import plans_of
 
 LOOSELY = 100.0
 FORK_SECONDS = 60
@@ -312,7 +313,7 @@ def run_door(dice: Dice, tally: Tally, show: Callable[[str], None] | None = None
         if done:
             wanted = [s for _, s in door.used if s.may_split]
             tally.wanted += bool(wanted)
-            plans = [p for engine, _ in door.used for p in engine.planner.plans()]
+            plans = [p for engine, _ in door.used for p in plans_of(engine)]
             count_plans(plans, door.used[0][1], tally)
             tally.plain += any(engine.stats.plain_graphs for engine, _ in door.used)
             reasons = [reason for engine, _ in door.used for reason in engine.stats.plain_reasons]

@@ -24,6 +24,7 @@ from tests.fuzz.schedules import RandomScheduler, draw_scheduler
 from tests.fuzz.sizes import Sizes
 from tests.fuzz.tally import Tally
 from tests.fuzz.verdicts import EAGER
+from tests.helpers import elastic_of, plans_of
 
 _COMPUTING = {"tanh", "sin", "neg", "sigmoid", "linear", "softmax", "cumsum", "topk", "relu", "layer_norm", "mean"}
 """Calls that compute whatever their arguments: a rule that names one of them always finds it."""
@@ -84,8 +85,8 @@ def run_case(case: Case, dice: Dice, tally: Tally) -> bool:
     again()  # what was handed out belongs to the caller
     tally.cases += 1
     tally.plain += group.engine.stats.plain_graphs > plain_before
-    tally.elastic += bool(group.engine.planner.cache.elastic)
-    count_plans(group.engine.planner.plans(), scheduler, tally)
+    tally.elastic += bool(elastic_of(group.engine))
+    count_plans(plans_of(group.engine), scheduler, tally)
     if scheduler.rounds:
         tally.bucketed += 1
         return False

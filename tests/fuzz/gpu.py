@@ -29,6 +29,7 @@ from tests.fuzz.sizes import Sizes
 from tests.fuzz.tally import Tally
 from tests.fuzz.verdicts import EAGER
 from tests.fuzz.ways import InGroups, Show, show
+from tests.helpers import elastic_of, plans_of
 
 LONGEST = 400_000
 """Cycles of a sleep: about 0.2 ms."""
@@ -137,9 +138,9 @@ def run_gpu(group: Group, dice: Dice, tally: Tally, show: Show | None) -> None:
     tally.events["captures of CUDA graphs"] += stats.captures
     tally.events["replays of CUDA graphs"] += stats.graph_replays
     stats.captures = stats.graph_replays = 0
-    tally.elastic += bool(group.engine.planner.cache.elastic)
+    tally.elastic += bool(elastic_of(group.engine))
     tally.bucketed += bool(scheduler.rounds)
-    count_plans(group.engine.planner.plans(), scheduler, tally)
+    count_plans(plans_of(group.engine), scheduler, tally)
 
 
 def _scribble(run: Run, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from tests.fuzz.dice import Dice, NotHere
 from tests.fuzz.inputs import ROUNDED, WHOLE, Input, draw_inputs
 from tests.fuzz.sizes import HINT, POINTS, B, Sizes, T
 from tests.fuzz.steps import GENTLE, STEPS, Step
+from tests.fuzz.steps.numbers import endless_slope
 from tests.fuzz.steps.views import unsafe_parts
 from tests.fuzz.steps.writes import write_and_read_the_other
 
@@ -251,7 +253,11 @@ def random_graph(
             todo -= 1
         except NotHere:
             continue
-    b.graph.output(_results(b))
+    results = _results(b)
+    if train and dice.one_in(4):
+        with contextlib.suppress(NotHere):
+            results += (endless_slope(b).node,)
+    b.graph.output(results)
     marks = _mark(b)
     return RandomGraph(
         gm=fx.GraphModule(torch.nn.Module(), b.graph),

@@ -22,6 +22,7 @@ from dynaflow.schedule.base import Sequential
 from tests.fuzz.dice import Dice
 from tests.fuzz.graphs import RandomGraph, random_graph
 from tests.fuzz.sizes import POINTS, Sizes
+from tests.helpers import set_chains
 
 SHARE = 4
 """Cases in a group."""
@@ -69,7 +70,7 @@ def draw_group(dice: Dice, device: str = "cpu", steps: int = 14, **options: Any)
         Sequential(), batch_dims=graph.batch_dims, **{"operators": "eager", "verify": dice.one_in(10), **options}
     )
     engine.operators.writes_into |= dice.one_in(2)  # as compiled operators do
-    engine.planner.lowerer.chains = dice.one_in(2)
+    set_chains(engine, dice.one_in(2))
     with torch.no_grad():  # as it will be called
         # A backend may change the graph that it is given; eager runs it as it was drawn.
         runner = engine.backend(copy_module(graph.gm), list(graph.args(POINTS[0], 0)))

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynaflow import OpSchedulerBase, SplitFunc
-from dynaflow.capture.batch_analysis.probe import concrete
+from dynaflow.capture.captured_graph import concrete
 from dynaflow.errors import SplitError
-from dynaflow.schedule.context import OpItem, ScheduleContext, fusion_values
+from dynaflow.schedule.context import ScheduleContext
+from dynaflow.schedule.fusion import fusion_values
+from dynaflow.schedule.op_item import OpItem
 from tests.fuzz.compare import Mismatch
 from tests.fuzz.dice import Dice
 
@@ -29,6 +31,7 @@ class RandomScheduler(OpSchedulerBase):
         self.parts = dice.pick([1, 2, 3, 4, 2, 3, 4, 5])
         """Into how many it cuts a batch, if that has as many rows."""
         self.whole = dice.one_in(20)
+        self.executed: set[OpItem] = set()
 
     @property
     def may_split(self) -> bool:
@@ -42,7 +45,7 @@ class RandomScheduler(OpSchedulerBase):
         return list(self.rules)
 
     def schedule(self, ctx: ScheduleContext) -> Any:
-        dice = self.dice
+        dice, self.executed = self.dice, set()
         if self.whole:
             return ctx.sequential()
         self._split(ctx)
@@ -54,12 +57,16 @@ class RandomScheduler(OpSchedulerBase):
             others = [i for i in ready if i.op is item.op and i is not item]
             if others and merges and not dice.one_in(3):
                 chosen = [item, *(i for i in others if not dice.one_in(3))]
-                ctx.execute(chosen, lane)
+                self._execute(ctx, chosen, lane)
             elif fuses and len(chain := self._chain(ctx, item, others)) > 1:
-                ctx.execute(chain, lane, replace_func=fused(ctx, chain))
+                self._execute(ctx, chain, lane, replace_func=fused(ctx, chain))
             else:
-                ctx.execute(item, lane)
+                self._execute(ctx, [item], lane)
         return None
+
+    def _execute(self, ctx: ScheduleContext, items: list[OpItem], *args: Any, **options: Any) -> None:
+        ctx.execute(items, *args, **options)
+        self.executed.update(items)
 
     def _split(self, ctx: ScheduleContext) -> None:
         dice, rows = self.dice, ctx.batch_size
@@ -98,10 +105,7 @@ class RandomScheduler(OpSchedulerBase):
             if not any(i.op.index in op.after and i.micro_batches == first.micro_batches for i in chain):
                 continue
             item = next((i for i in ctx.items(op) if i.micro_batches == first.micro_batches), None)
-            if item is None or (op.index, item.micro_batches[0]) in ctx._owner:
-                continue
-            inside = {(i.op.index, m) for i in chain for m in (i.micro_batches if i.op.splittable else (0,))}
-            if all(before in ctx._owner or before in inside for before in ctx._before(item)):
+            if item is not None and item not in self.executed and ctx.is_ready([*chain, item]):
                 chain = [*chain, item]
         return chain
 
@@ -141,7 +145,7 @@ def draw_scheduler(dice: Dice, functions: Sequence[str], rules: Sequence[Any], b
 
 def fused(ctx: ScheduleContext, items: list[OpItem]) -> Callable[..., Any]:
     """A function that computes what the items do, by calling their own modules."""
-    graph = ctx._graph
+    graph = ctx.graph
     chain = [(i.op, i.micro_batches) for i in items]
     reads, writes = fusion_values(graph, chain)
     numbers = []

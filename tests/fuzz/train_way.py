@@ -34,6 +34,7 @@ from tests.fuzz.schedules import RandomScheduler, draw_scheduler
 from tests.fuzz.sizes import POINTS, Sizes
 from tests.fuzz.tally import Tally
 from tests.fuzz.verdicts import EAGER
+from tests.helpers import elastic_of, plans_of, set_chains
 
 STEPS = 7
 LOOSELY = 100.0
@@ -52,7 +53,7 @@ def draw_training(dice: Dice) -> Group:
     # Declarations count if they are there when the graph is captured.
     scheduler = RandomScheduler(dice, rules=graph.rules)
     engine = Engine(scheduler, operators="eager", batch_dims=graph.batch_dims, parameters=names)
-    engine.planner.lowerer.chains = dice.one_in(2)
+    set_chains(engine, dice.one_in(2))
     engine.rewrite = dice.one_in(2)  # as for compiled operators
     if not any(i.grad for i in graph.given):
         raise Undefined("no input wants a gradient")
@@ -151,9 +152,9 @@ def run_train_case(case: TrainCase, dice: Dice, tally: Tally) -> None:
         sizes = group.graph.draw_sizes(dice)
     tally.cases += 1
     tally.plain += group.engine.stats.plain_graphs > plain_before
-    tally.elastic += bool(group.engine.planner.cache.elastic)
+    tally.elastic += bool(elastic_of(group.engine))
     tally.bucketed += bool(scheduler.rounds)
-    plans = group.engine.planner.plans()
+    plans = plans_of(group.engine)
     tally.sequential += all(p.sequential for p in plans)
     count_plans(plans, scheduler, tally)
 

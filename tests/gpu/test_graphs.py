@@ -259,7 +259,7 @@ def test_tagged_operators_stay_outside():
 
 
 def test_a_bounded_number_is_kept(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     model = block()
     fast = df.compile(model, Lanes(CUTS, 2, 2), cudagraph="plan")
     with torch.inference_mode():
@@ -268,7 +268,7 @@ def test_a_bounded_number_is_kept(monkeypatch):
                 for i in range(2):
                     x = rows(i, batch)
                     torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
-    assert len(engine_of(fast).planner.lowerer.graphs._kept) == 2
+    assert engine_of(fast).planner.lowerer.graphs.graphs == 2
     assert fast.stats.captures > 4, "what was dropped is captured again"
 
 
@@ -365,10 +365,10 @@ def test_inputs_that_always_move_end_the_captures():
     fast = df.compile(model, Lanes(CUTS, 2, 2), cudagraph="plan", static_inputs=["x"])
     with torch.inference_mode(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kept = [rows(i) for i in range(cuda_graphs.CAPTURES + 4)]
+        kept = [rows(i) for i in range(cuda_graphs.MAX_CAPTURES + 4)]
         for x in kept:
             torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
-    assert fast.stats.captures == cuda_graphs.CAPTURES and len(fast.stats.capture_failures) == 1
+    assert fast.stats.captures == cuda_graphs.MAX_CAPTURES and len(fast.stats.capture_failures) == 1
     assert any("elsewhere in memory" in str(w.message) for w in caught)
 
 

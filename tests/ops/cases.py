@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dynaflow.engine.engine import Engine
-from dynaflow.engine.runner import Raiser
+from dynaflow.engine.runner import DeferredError
 from dynaflow.errors import DynaFlowError
 from tests.fuzz.examples import Example
 from tests.helpers import Each
@@ -279,7 +279,7 @@ class Case:
         try:
             with torch.no_grad():
                 runner = engine.backend(gm, [self.cut.rows, *(leaves[i] for i in places)])
-                if isinstance(runner, Raiser):
+                if isinstance(runner, DeferredError):
                     raise runner.error
                 for parts in self.splits:
                     engine.planner.set_scheduler(Each(split=parts))
@@ -473,7 +473,7 @@ def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     """As numbers; nan equals nan."""
     if one.shape != two.shape:
         return False
-    return bool(((one == two) | ((one != one) & (two != two))).all())
+    return bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
 def same(what: str, expected: torch.Tensor, found: Any, values: bool = True) -> None:

@@ -20,8 +20,8 @@ import dynaflow as df
 from dynaflow import _torch
 from dynaflow.api import engine_of
 from dynaflow.strategies import Auto, NanoFlow
-from tests.helpers import CUTS, Each, TwoBatches, pretend_graphs, uneven
-from tests.zoo import ZOO, _left_padding, _transformer
+from tests.helpers import CUTS, Each, TwoBatches, lowered_of, pretend_graphs, scheduler_of, uneven
+from tests.zoo import ZOO, left_padding, transformer
 
 transformers = pytest.importorskip("transformers")
 hf = df.integrations.transformers
@@ -46,7 +46,7 @@ def build(name: str = "llama") -> Any:
 def prompts(batch: int, length: int) -> dict[str, torch.Tensor]:
     """Rows of different lengths, padded at the left."""
     ids = torch.randint(4, 101, (batch, length), generator=torch.Generator().manual_seed(100 * batch + length))
-    mask = _left_padding(batch, length) if batch > 1 else torch.ones_like(ids)
+    mask = left_padding(batch, length) if batch > 1 else torch.ones_like(ids)
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
@@ -57,7 +57,7 @@ def generated(model: Any, batch: int, length: int, steps: int = STEPS, **options
 
 def parts(phase: Any) -> set[int]:
     """Into how many micro-batches the phase's present plans cut."""
-    return {len(lowered.plan.micro_batches) for lowered in engine_of(phase._any).planner.cache.plans.values()}
+    return {len(lowered.plan.micro_batches) for lowered in lowered_of(phase.compiled)}
 
 
 def calls(model: Any) -> tuple[int, int]:
@@ -134,7 +134,7 @@ def test_without_padding_and_a_cache_that_grows() -> None:
 
 def test_compiled_operators_serve_all_lengths() -> None:
     fields: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 101}
-    model: Any = _transformer(
+    model: Any = transformer(
         "LlamaForCausalLM", "LlamaConfig", 1, **fields, num_attention_heads=4, num_key_value_heads=2,
         eos_token_id=None, pad_token_id=0,
     )()  # fmt: skip
@@ -203,7 +203,7 @@ def test_auto_tunes_once_for_similar_sizes() -> None:
 def test_decoding_is_one_graph(options: dict[str, Any], expected: str | None) -> None:
     """Prompts never are; and models over several ranks only when they are asked to: see tests/distributed."""
     generation = hf.compiled(hf.accelerate(build(), "sequential", **options))
-    modes = [engine_of(phase._any).planner.lowerer.cudagraph for phase in (generation.prefill, generation.decode)]
+    modes = [engine_of(phase.compiled).planner.lowerer.cudagraph for phase in (generation.prefill, generation.decode)]
     assert modes == [None, expected]
 
 
@@ -211,7 +211,7 @@ def test_time_for_tuning() -> None:
     model = build()
 
     def seconds() -> float:
-        chooser: Any = engine_of(hf.compiled(model).decode._any).planner.cache.scheduler
+        chooser: Any = scheduler_of(hf.compiled(model).decode.compiled)
         return chooser.tuner.seconds
 
     hf.accelerate(model)
@@ -257,8 +257,8 @@ class Places:
 
 def in_the_way(model: Any) -> list[torch.Tensor]:
     """Takes the places that the allocator would give to the next cache."""
-    blocks = hf.compiled(model).memory._pool
-    return [torch.empty(s.nbytes(), dtype=torch.uint8) for b in blocks for s in b.storages for _ in range(2)]
+    storages = hf.compiled(model).memory.storages
+    return [torch.empty(s.nbytes(), dtype=torch.uint8) for s in storages for _ in range(2)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
@@ -304,7 +304,7 @@ def test_what_an_earlier_call_left_does_no_harm() -> None:
     hf.accelerate(model, TwoBatches(), operators="eager")
     for _ in range(3):
         assert torch.equal(generated(model, 4, 9, steps=6), expected)
-        for storage in hf.compiled(model).memory._pool[0].storages[:2]:
+        for storage in hf.compiled(model).memory.storages[:2]:
             torch.empty(0).set_(storage).fill_(torch.nan)
 
 
@@ -398,7 +398,7 @@ def test_threads_generate_at_once() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(work, range(3))) == [True] * 3
-    assert len(hf.compiled(model).memory._pool) <= 2
+    assert len(hf.compiled(model).memory.storages) <= 2 * 3 * model.config.num_hidden_layers
 
 
 def test_release_lets_go_of_the_memory() -> None:
@@ -407,7 +407,7 @@ def test_release_lets_go_of_the_memory() -> None:
     generated(model, 4, 9, steps=2)
     generation = hf.compiled(model)
     assert generation.memory.nbytes > 4 * 10
-    storages = [weakref.ref(storage) for blocks in generation.memory._pool for storage in blocks.storages]
+    storages = [weakref.ref(storage) for storage in generation.memory.storages]
     hf.release(model)
     gc.collect()
     assert generation.memory.nbytes == 0 and not any(ref() for ref in storages)
@@ -419,7 +419,7 @@ def test_one_length_for_all_layers() -> None:
     hf.accelerate(model, "sequential", operators="eager")
     generated(model, 4, 9, steps=3)
     for phase in (hf.compiled(model).prefill, hf.compiled(model).decode):
-        (lowered,) = engine_of(phase._any).planner.cache.plans.values()
+        (lowered,) = lowered_of(phase.compiled)
         values = [i.shape for i in lowered.graph.graph.inputs if i.shape is not None and i.name.endswith("values")]
         assert len(values) > 1 and len({shape.size[2] for shape in values}) == 1
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from dynaflow.errors import DynaFlowError, ScheduleError
+from tests.helpers import graph_of
 from tests.systems import vllm_model
 
 if importlib.util.find_spec("vllm") is None:
@@ -450,9 +451,9 @@ def test_operators_with_a_state_are_found_by_the_layers_that_they_name(
     torch.testing.assert_close(fast(x), layers(x))
     (forward,) = set(integration.forwards()) - before
     assert Step.row_aware == {"cached", "recurrent", "experts"} and not forward.why_whole
-    forward.engine.set_scheduler(integration.in_vllm("tests.systems.vllm_schedulers:LastFirst"))
+    forward.engine.planner.set_scheduler(integration.in_vllm("tests.systems.vllm_schedulers:LastFirst"))
     fast(x)
-    (graph,) = forward.engine.planner.cache.graphs.values()
+    graph = graph_of(forward.engine)
     found = {op.name: [graph.ops[a].name for a in op.serial_after] for op in graph.ops if "dynaflow_tests" in op.name}
     assert found == {
         "dynaflow_tests_fill": [],  # who looks waits for it
@@ -540,7 +541,7 @@ def test_prompts_are_captured_by_pieces(
         if dropped:  # vLLM may have reasons of its own
             config.compilation_config.cudagraph_mode = MODES.NONE
 
-    integration._take_over(SimpleNamespace(compilation_config=compilation), operators, post_init)
+    integration.take_over(SimpleNamespace(compilation_config=compilation), operators, post_init)
     assert seen == [shown] and compilation.cudagraph_mode == (MODES.NONE if dropped else after)
 
 
@@ -572,7 +573,7 @@ def test_a_piece_is_captured_in_runs_without_metadata_alone(monkeypatch: pytest.
     monkeypatch.setattr("vllm.compilation.cuda_graph.CUDAGraphWrapper", Graphs)
     monkeypatch.setattr(Graphs, "made", [])
     monkeypatch.setattr(Step, "now", Step.now)
-    first, second = integration._captured("config", [lambda args: "run", lambda args: "run"])
+    first, second = integration.captured_pieces("config", [lambda args: "run", lambda args: "run"])
     assert [(g.options.gc_disable, g.options.weak_ref_output) for g in Graphs.made] == [(False, False), (True, True)]
 
     def at(size: str, *, real: bool) -> list[str]:
@@ -674,7 +675,7 @@ def test_where_we_stay_out_vllm_runs_as_it_is_and_says_why(
         ({"scheduler": "nanoflow", "scheduler_options": ["parts"]}, r"(?s)scheduler_options=.*options by name"),
         ({"scheduler": "nanoflow", "scheduler_options": 3}, r"(?s)scheduler_options=.*options by name"),
         ({"scheduler": "nanoflow", "scheduler_options": {"parts": 0}}, "pass 1 or more"),
-        ({"scheduler": "nanoflow", "scheduler_options": {"parts": "2"}}, "parts='2' is no int"),
+        ({"scheduler": "nanoflow", "scheduler_options": {"parts": "2"}}, "parts='2' is not an int"),
         ({"scheduler": ["nanoflow"]}, "is no scheduler"),
         ({"scheduler": 0}, "is no scheduler"),
         ({"scheduler": "nanoflow", "batch_dims": {"x": 1}}, "option 'batch_dims' is not for vLLM"),
@@ -697,11 +698,11 @@ def test_where_vllm_turns_its_compilation_off_we_say_so(caplog: pytest.LogCaptur
     def post_init(config: Any) -> None:
         config.compilation_config.mode = 0
 
-    integration._take_over(SimpleNamespace(compilation_config=compilation), "eager", post_init)
+    integration.take_over(SimpleNamespace(compilation_config=compilation), "eager", post_init)
     assert compilation.backend != integration.BACKEND
     assert "dynaflow stays out" in caplog.text and "mode 0" in caplog.text
 
 
 def test_a_class_of_ones_own_that_is_no_scheduler(model: str) -> None:
-    with pytest.raises(ScheduleError, match="is no scheduler"):
+    with pytest.raises(ScheduleError, match="is not a scheduler"):
         configured(model, additional_config={"dynaflow": {"scheduler": "collections:OrderedDict"}})

@@ -625,7 +625,7 @@ def test_a_step_is_judged_until_the_next_one(monkeypatch: pytest.MonkeyPatch) ->
 
 def worker_of(config: Any) -> Any:
     kind = type("Kind", (Worker,), {})
-    wrap(kind, "initialize_from_config", integration._with_blocks)
+    wrap(kind, "initialize_from_config", integration.with_blocks)
     worker = kind(config)
     worker.initialize_from_config([])
     return worker
@@ -667,6 +667,9 @@ def test_vllms_workers_and_runners_have_what_is_wrapped_once() -> None:
     wrapped = WorkerWrapperBase.initialize_from_config.__wrapped__
     assert list(inspect.signature(wrapped).parameters) == ["self", "kv_cache_configs"]
     assert not hasattr(wrapped, "__wrapped__")
+    integration.unplug()
+    assert WorkerWrapperBase.initialize_from_config is wrapped
+    integration.plugin()
 
 
 # Where we are wanted
@@ -677,7 +680,7 @@ def test_builders_of_micro_batches_are_made_only_where_we_are_wanted() -> None:
         def create_metadata_builders(self, vllm_config: Any, device: str, num_metadata_builders: int = 1) -> None:
             self.metadata_builders = [SimpleNamespace(build=print) for _ in range(num_metadata_builders)]
 
-    wrap(Group, "create_metadata_builders", integration._with_builders)
+    wrap(Group, "create_metadata_builders", integration.with_builders)
     group: Any = Group()
     group.create_metadata_builders(config_with("inductor"), "cpu")
     assert [b.build for b in group.metadata_builders] == [print]

@@ -21,10 +21,9 @@ from tests.systems import vllm_model
 
 vllm_model.prepare()
 
-from dynaflow.api import engine_of  # noqa: E402
 from dynaflow.integrations.hooks import wrap  # noqa: E402
 from dynaflow.lower.compile_ops import Operators  # noqa: E402
-from tests.helpers import Pinned  # noqa: E402
+from tests.helpers import Pinned, graph_of, graphs_of, notes_of, scheduler_of  # noqa: E402
 
 Settings = dict[str, dict[str, Any]]
 
@@ -192,7 +191,7 @@ def run_scheduled(folder: str, schedulers: Settings) -> dict[str, Any]:
         llm.reset_prefix_cache()
         before = dataclasses.replace(forward.stats)
         served = {workload: dataclasses.asdict(serve(llm, requests)) for workload, requests in workloads().items()}
-        notes = [choice.note for choice in forward.engine.planner.cache.choices.values()]
+        notes = notes_of(forward.engine)
         counters = ("runs", "sequential_runs", "plans", "scheduler_calls", "plain_graphs", "operators_compiled")
         found[name] = {
             "served": served,
@@ -239,7 +238,7 @@ def _worker(self: Any) -> dict[str, Any]:
         "process": os.getpid(),
         "runs": forward.stats.runs,
         "sequential_runs": forward.stats.sequential_runs,
-        "graphs": [graph.identity for graph in forward.engine.planner.cache.graphs.values()],
+        "graphs": [graph.identity for graph in graphs_of(forward.engine)],
         "traced": compilation_counter.num_aot_compiles,
         "kept": compilation_counter.num_aot_artifacts_saved,
         "read": compilation_counter.num_aot_artifacts_loaded,
@@ -288,7 +287,7 @@ def _schedule_by(self: Any, setting: dict[str, Any]) -> None:
     from dynaflow.integrations import vllm as integration
 
     (forward,) = integration.forwards()
-    forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
+    forward.engine.planner.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
 
 
 def _collectives(self: Any) -> dict[str, Any]:
@@ -300,14 +299,13 @@ def _collectives(self: Any) -> dict[str, Any]:
     from dynaflow.schedule.context import ScheduleContext
 
     (forward,) = integration.forwards()
-    schedules = forward.engine.planner.cache
-    (graph,) = schedules.graphs.values()
+    graph, scheduler = graph_of(forward.engine), scheduler_of(forward.engine)
     meeting = {op.name for op in graph.ops if op.groups}
     tokens = [3, 3, 3, 3, 3]
     facts = {"whole": False, "num_tokens": tokens, "phase": "prefill"}
     device = torch.device("cpu")
     ctx = ScheduleContext(graph, batch_size=15, has_batch=True, device=device, facts=facts, sizes={})
-    schedules.scheduler.scheduler.schedule(ctx)
+    scheduler.scheduler.schedule(ctx)
     plan = ctx.finish()  # with lanes, and checked for them: on CPU they are joined to one
     check(plan, graph, 15, tokens)
     groups = sorted({group for op in graph.ops for group in op.groups})
@@ -349,11 +347,10 @@ def _declared(self: Any) -> dict[str, Any]:
 
     fast = df.compile(model, "comm_overlap", operators="eager")
     plan = fast.plan(torch.randn(6, 4))
-    schedules = engine_of(fast).planner.cache
-    (graph,) = schedules.graphs.values()
+    graph = graph_of(fast)
     lane = {item.op: task.lane for task in plan.tasks for item in task.items}
     return {
-        "same_group": {integration._torch_group(name), group.device_group.group_name},
+        "same_group": {integration.torch_group(name), group.device_group.group_name},
         "ops": [[op.functions[0], op.groups, op.splittable, lane[op.name]] for op in graph.ops if op.groups],
     }
 
@@ -408,10 +405,11 @@ def run_others(folder: str, schedulers: Settings, models: Settings) -> dict[str,
         (forward,) = set(integration.forwards()) - before
         served = {}
         for scheduler, setting in schedulers.items():
-            forward.engine.set_scheduler(integration.in_vllm(setting["scheduler"], setting.get("scheduler_options")))
+            wanted = integration.in_vllm(setting["scheduler"], setting.get("scheduler_options"))
+            forward.engine.planner.set_scheduler(wanted)
             llm.reset_prefix_cache()
             served[scheduler] = dataclasses.asdict(serve(llm, mixture()))
-        (graph, *_) = forward.engine.planner.cache.graphs.values()
+        (graph, *_) = graphs_of(forward.engine)
         found[name] = {
             "stock": stock,
             "served": served,

@@ -42,7 +42,7 @@ def test_two_compiled_models() -> None:
             assert_equal(one(x), first(x))
             assert_equal(two(x), second(x))
     assert one.stats.runs == two.stats.runs == 3
-    assert len(one.plan(X).micro_batches), len(two.plan(X).micro_batches) == (2, 3)
+    assert (len(one.plan(X).micro_batches), len(two.plan(X).micro_batches)) == (2, 3)
 
 
 def test_one_model_compiled_twice() -> None:

@@ -84,7 +84,7 @@ def test_generate_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_generate_that_is_wrong_has_no_figure(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are looked at: how far the logits are apart, and what they say."""
     made: list[Any] = []
-    sharing = generate._sharing
+    sharing = generate.sharing
 
     def spoilt(model: Any) -> Any:
         made.append(sharing(model))
@@ -93,7 +93,7 @@ def test_generate_that_is_wrong_has_no_figure(what: str, monkeypatch: pytest.Mon
             layer.weight = nn.Parameter(layer.weight * (1.2 if what == "logits" else -3.0), requires_grad=False)
         return made[-1]
 
-    monkeypatch.setattr(generate, "_sharing", spoilt)
+    monkeypatch.setattr(generate, "sharing", spoilt)
     if what == "tokens":
         monkeypatch.setattr(generate, "FP32_LIMIT", 1e9)
     rows = run([generate.BENCHMARK], TINY, None)[0].rows
@@ -113,7 +113,7 @@ def test_layers_and_planning_run() -> None:
 
 
 def test_compiled_operators_are_recorded() -> None:
-    times, tasks = host._times(dataclasses.replace(TINY, operators="inductor"), layers=2, parts=2, lanes=2)
+    times, tasks = host.layer_times(dataclasses.replace(TINY, operators="inductor"), layers=2, parts=2, lanes=2)
     assert tasks == 4 and set(times) == {"by hand", "ours", "whole"}
 
 
@@ -126,8 +126,8 @@ def test_copies_run_as_scheduled() -> None:
 def test_bounds_of_copies() -> None:
     times = {"both": [2.0, 4.0], "sequential": [3.0, 4.0], "compute": [1.0, 1.0], "chain": [1.5, 1.0]}
     times |= {"to host": [0.5, 3.0], "from host": [0.5, 0.5]}
-    assert copies._fraction(times).value == 0.75  # the chain in one round, copies in the other
-    assert copies._speed_up(times).value == 1.25
+    assert copies.fraction(times).value == 0.75  # the chain in one round, copies in the other
+    assert copies.speed_up(times).value == 1.25
 
 
 def test_decoding_starts_over() -> None:

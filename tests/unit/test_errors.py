@@ -487,7 +487,8 @@ def test_failing_operator(lanes: int, size: int) -> None:
 
 
 def test_all_lanes_fail_at_once() -> None:
-    fast = compiled(Fragile(), Each(FRAGILE_RULES, split=3, lanes=3))
+    model = Fragile()
+    fast = compiled(model, Each(FRAGILE_RULES, split=3, lanes=3))
     x = torch.randn(6, 8)
     with torch.no_grad():
         for _ in range(5):
@@ -498,7 +499,7 @@ def test_all_lanes_fail_at_once() -> None:
             finally:
                 fail_on.clear()
             assert len([n for n in caught.value.__notes__ if "dynaflow" in n]) == 1
-        assert_equal(fast(x), fast._model(x))
+        assert_equal(fast(x), model(x))
 
 
 def test_failing_operator_in_the_uncut_graph() -> None:

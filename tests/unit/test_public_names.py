@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -27,8 +28,11 @@ def test_each_name_is_there(name: str) -> None:
 def test_the_stub_has_these_names() -> None:
     stub = ast.parse((ROOT / "__init__.pyi").read_text())
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    places = {alias.name: node.module for node in imports for alias in node.names}
-    assert {name: place for name, place in places.items() if name not in df._PACKAGES} == df._PLACE_OF
+    places = {alias.name: str(node.module) for node in imports for alias in node.names}
+    packages = {"integrations", "strategies"}
+    assert places.keys() == {*df.__all__, *packages} and {"__version__", *places} == set(dir(df))
+    for name in df.__all__:
+        assert getattr(importlib.import_module(places[name]), name) is getattr(df, name)
 
 
 def test_the_reference_has_these_names() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.cli.doctor import _cache
+from dynaflow.cli.doctor import disk_cache_check
 from dynaflow.core import disk_cache
 from dynaflow.core.disk_cache import DiskCache
 from dynaflow.serving.host import SerializableGraph
@@ -99,7 +99,7 @@ def test_functions_of_a_wrong_kind(functions: Any, text: str) -> None:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DYNAFLOW_CACHE", "1")
     monkeypatch.setenv("DYNAFLOW_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(disk_cache, "_failures", itertools.count())
+    monkeypatch.setattr(disk_cache, "failures", itertools.count())
     return tmp_path / "cache"
 
 
@@ -217,9 +217,9 @@ def test_the_scheduler_is_asked_where_the_folder_is_shared(own_folder: Path) -> 
 
 
 def test_doctor_tells_of_a_shared_folder(own_folder: Path) -> None:
-    assert _cache().ok
+    assert disk_cache_check().ok
     own_folder.chmod(0o777)
-    assert not _cache().ok and "others can write" in _cache().found
+    assert not disk_cache_check().ok and "others can write" in disk_cache_check().found
 
 
 # --- graphs that are unpickled -----------------------------------------------------------------------------

@@ -24,9 +24,8 @@ def fetch_into(host: Tensor, device: torch.device, out: Tensor) -> None:
 
 def store(x: Tensor) -> Tensor:
     """Copies to host memory, pinned if the tensor is on CUDA, on the current stream: complete only for later work on
-    that
-    stream, such as a fetch. Only the host could join parts of the copy, and it does not wait: so the operator can't be
-    split."""
+    that stream, such as a fetch. Only the host could join parts of the copy, and it does not wait: so the operator
+    can't be split."""
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
     return out.copy_(x, non_blocking=True)
 

@@ -1,12 +1,14 @@
-"""Which numbers in a graph follow from the size of the batch, and which of them are a multiple of it.
+"""Which numbers in a graph follow from the batch size, and which of them are multiples of it.
 
-A number that follows from the batch's size is recomputed for each micro-batch. That is right where it is a size, and
-wrong where it is a value: `x / (B - 1)` means the whole batch. So every such number is known for what it is, whether
-the graph computes it or is given it: a backward pass gets `B - 1` as an input of its own.
+*Contract.* `BatchNumbers.visit` takes the nodes in the graph's order, with their results in the probe. Then `follows`
+and `is_multiple` answer for each node. Nothing is changed.
 
-A multiple of the batch is a number that is `k * n` for every batch size `n`, whatever the other sizes are:
-`4 * B * T // 3` is one for `T = 3` alone. That is not read off one expression, which may be simplified by what holds
-for the whole batch alone: the number is computed for several sizes, by the calls that compute it for a micro-batch.
+Numbers that follow from the batch size are recomputed for each micro-batch. That is right for a size, and wrong for a
+value: `x / (B - 1)` means the whole batch. This includes inputs: a backward pass may get `B - 1` as an input.
+
+A multiple of the batch is `k * n` for every batch size `n` and for all other sizes: `4 * B * T // 3` is none, though it
+is for `T = 3`. One expression does not show that, as it may be simplified for the whole batch. So the number is
+computed for several sizes, by the calls that compute it for a micro-batch.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from dynaflow import _torch
 from dynaflow.capture.batch_analysis.aten_calls import tensors_in
 
 _SAMPLES = (1, 2, 3, 5, 8, 13)
-"""Batch sizes for which numbers are computed, beside the probe's own."""
+"""Batch sizes for which numbers are computed, besides that of the probe."""
 
 Values = Mapping[sympy.Symbol, int]
 
 
 class _Sizes(NamedTuple):
-    """What all symbols stand for in one sample, in which the batch is `rows` of the `total` that it is in another."""
+    """Values of all symbols in a sample. Its batch is `rows` of the `total` rows of the sample `other`."""
 
     values: Values
     rows: int
@@ -50,7 +52,7 @@ def _sizes(batch_axes: Sequence[frozenset[sympy.Symbol]], values: Values, primes
 
 
 def with_other_sizes(values: Values, batch: frozenset[sympy.Symbol]) -> Iterator[Values]:
-    """The same batch, as it is and with other sizes beside it."""
+    """The same values, and others for the symbols that are not the batch."""
     yield values
     if others := sorted((s for s in values if s not in batch), key=str):
         for step in (1, 3):
@@ -58,24 +60,24 @@ def with_other_sizes(values: Values, batch: frozenset[sympy.Symbol]) -> Iterator
 
 
 class BatchNumbers:
-    """The numbers of one graph, visited node by node in the graph's order."""
+    """The numbers of one graph."""
 
     def __init__(self, batch_axes: Sequence[frozenset[sympy.Symbol]], values: Values, primes: Sequence[int]) -> None:
         self._batch_axes, self._primes = batch_axes, primes
         self._sizes = [*_sizes(batch_axes, values, primes)]
         self._at: dict[fx.Node, list[Any]] = {}
-        """The value of a number for each of `_sizes`; nothing where that can't be computed."""
+        """The value of a number for each of `_sizes`; None if it can't be computed."""
         self._follow: dict[fx.Node, frozenset[int]] = {}
         self._multiples: dict[fx.Node, bool] = {}
         self._fixed = set[fx.Node]()
-        """Those that a micro-batch finds as they are for the whole batch."""
+        """Numbers that are the same in a micro-batch and in the whole batch."""
 
     def visit(self, node: fx.Node, value: Any, fixed: bool = False) -> None:
-        """Notes what the node's result, which is `value` in the probe, has to do with the batch. `fixed`: it is read
-        from a tensor, of a micro-batch as of the whole batch."""
+        """Records how the node's result, which is `value` in the probe, depends on the batch size. `fixed`: it is the
+        size of a dim that is not cut."""
         if node.op == "output" or tensors_in(value):
             return
-        if node.op == "placeholder" and isinstance(value, float):  # handed to every part as it is
+        if node.op == "placeholder" and isinstance(value, float):  # passed to each micro-batch unchanged
             return
         found = frozenset(self._axes_of(node, value))
         if not found:
@@ -87,16 +89,16 @@ class BatchNumbers:
         self._multiples[node] = self._is_multiple(node, value)
 
     def follows(self, node: fx.Node) -> frozenset[int]:
-        """The batch axes from whose size the node's number follows."""
+        """The batch axes that the node's number follows from."""
         return self._follow.get(node, frozenset())
 
     def is_multiple(self, node: fx.Node) -> bool:
-        """Whether it is recomputed for a micro-batch, and is then as much less as that has fewer rows."""
+        """Whether the number, recomputed for a micro-batch, is proportional to its rows."""
         return self._multiples[node] and node not in self._fixed
 
     def _axes_of(self, node: fx.Node, value: Any) -> Iterator[int]:
         given = frozenset[int]()
-        if node.target is not operator.getitem:  # which takes one of several numbers
+        if node.target is not operator.getitem:  # it takes one of several numbers
             given = given.union(*(self.follows(a) for a in node.all_input_nodes))
         symbols = {s for expr in _expressions(node) for s in expr.free_symbols}
         for axis, (own, prime) in enumerate(zip(self._batch_axes, self._primes, strict=True)):
@@ -104,7 +106,7 @@ class BatchNumbers:
                 yield axis
 
     def _sample(self, node: fx.Node, i: int) -> Any:
-        """The number for one of the batch sizes, by the same call; None if there is no telling."""
+        """The number in a sample, by the same call; None if that fails."""
         try:
             if not any(a in self._at for a in node.all_input_nodes):  # a graph's input, or the size of a tensor
                 return self._given(node, i)
@@ -121,7 +123,7 @@ class BatchNumbers:
         return _torch.tree_map(lambda leaf: evaluated(leaf, self._sizes[i].values), node.meta["example_value"])
 
     def _is_multiple(self, node: fx.Node, value: Any) -> bool:
-        """Whether all numbers of the result that follow from the batch are multiples of it."""
+        """Whether all numbers of the result are multiples of the batch, or independent of it."""
         found = [list(_numbers(sampled)) for sampled in self._at[node]]
         if found[0] != list(_numbers(value)):
             return False
@@ -149,7 +151,7 @@ def _expressions(node: fx.Node) -> Iterator[sympy.Expr]:
 
 
 def evaluated(leaf: Any, values: Values) -> Any:
-    """A symbolic number with the values put in."""
+    """The value of a symbolic number; any other leaf as it is."""
     if not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
         return leaf
     found = _torch.expression(leaf).xreplace({s: sympy.Integer(n) for s, n in values.items()})

@@ -1,7 +1,7 @@
 """Rules for operators that compute: most are a line of labels, some a function of their arguments.
 
-`RULES` has the form of `views.RULES`; see `alignment.spelled` for how the labels are written. An operator
-stands here when it works row by row for all its arguments; what is in no table is asked of the oracle.
+`RULES` has the form of `view_rules.RULES`; `signatures.parse_signature` explains the notation. An operator is listed
+here if it works row by row for all its arguments. Operators in no table are left to `dtensor_rules`.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from dynaflow.capture.batch_analysis.signatures import (
     Operand,
     Refusal,
     Signature,
+    broadcast_labels,
     by_name,
-    from_right,
+    dim_labels,
     leaves,
-    spelled,
-    straight,
-    wrapped,
+    parse_signature,
+    wrap_dims,
 )
 from dynaflow.capture.batch_analysis.view_rules import Rule
 
 
 def pointwise(call: Call) -> Signature:
-    """All tensors are broadcast against each other; every output has the resulting shape."""
-    operands = [Operand(t, from_right(t.ndim), stretches=True) for t in call.inputs()]
-    return Signature(operands, [from_right(out.ndim) for out in call.outs])
+    """All tensors are broadcast together; each output has the resulting shape."""
+    operands = [Operand(t, broadcast_labels(t.ndim), stretches=True) for t in call.inputs()]
+    return Signature(operands, [broadcast_labels(out.ndim) for out in call.outs])
 
 
 def _along(name: str) -> Rule:
-    """An operator on `self` that mixes the dimensions in the argument `name` and keeps all."""
+    """An operator on `self` that mixes the dims in the argument `name` and keeps all dims."""
 
     def rule(call: Call) -> Signature:
         tensor = call["self"]
-        labels = straight(tensor.ndim, wrapped(call[name], tensor.ndim))
+        labels = dim_labels(tensor.ndim, wrap_dims(call[name], tensor.ndim))
         return Signature([Operand(tensor, labels)], [labels])
 
     return rule
 
 
 def _reduce(call: Call) -> Signature:
-    """A reduction of `self` over `dim` (all dimensions where it names none)."""
+    """A reduction of `self` over `dim` (by default all dims)."""
     tensor, dim = call["self"], call.bound.get("dim")
-    gone = wrapped(() if dim is None else dim, tensor.ndim) or set(range(tensor.ndim))
-    labels = straight(tensor.ndim, gone)
-    kept = labels if call.bound.get("keepdim") else tuple(label for label in labels if label is not MIXED)
-    return Signature([Operand(tensor, labels)], [kept])
+    gone = wrap_dims(() if dim is None else dim, tensor.ndim) or set(range(tensor.ndim))
+    labels = dim_labels(tensor.ndim, gone)
+    left = labels if call.bound.get("keepdim") else tuple(label for label in labels if label is not MIXED)
+    return Signature([Operand(tensor, labels)], [left])
 
 
 def _normalize(call: Call) -> Signature:
-    """Layer and RMS norm: the trailing dimensions are normalized, the statistics keep the leading ones."""
+    """Layer and RMS norm: trailing dims are normalized, statistics keep the leading dims."""
     tensor = call["input"]
-    labels = straight(tensor.ndim, range(tensor.ndim - len(call["normalized_shape"]), tensor.ndim))
+    labels = dim_labels(tensor.ndim, range(tensor.ndim - len(call["normalized_shape"]), tensor.ndim))
     return Signature([Operand(tensor, labels)], [labels])
 
 
 def _batch_norm(call: Call) -> Signature | Refusal:
     tensor = call["input"]
-    by_channel = call.dim_of(tensor) == 1  # as instance norm, whose channels are those of all rows in a line
+    by_channel = call.dim_of(tensor) == 1  # as in instance norm, which merges rows and channels
     if call.bound.get("training") and not by_channel:
         return call.refuse("in training takes its statistics over all rows")
-    labels = straight(tensor.ndim)
+    labels = dim_labels(tensor.ndim)
     given = [call.bound.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
     operands = [Operand(tensor, labels), *(Operand(t, (1,)) for t in given if isinstance(t, torch.Tensor))]
     statistics = [(1,) if by_channel and out.numel() else None for out in call.outs[1:]]
@@ -70,33 +70,33 @@ def _batch_norm(call: Call) -> Signature | Refusal:
 
 
 def _convolution(call: Call) -> Signature:
-    # Without its batch dimension an input starts with the channels, which are summed over.
+    # An input without batch dim starts with the channels, which are summed over.
     batched = next(leaves(list(call.bound.values()))).ndim == call["weight"].ndim
-    return spelled(call, "n~,-,-->n~" if batched else "N~,-,-->N~")
+    return parse_signature(call, "n~,-,-->n~" if batched else "N~,-,-->N~")
 
 
 def _loss(text: str | None = None) -> Rule:
-    """A loss, element by element unless it is reduced; `text` spells those that are not pointwise."""
+    """A loss without reduction; `text` is the signature if it is not pointwise."""
 
     def rule(call: Call) -> Signature | Refusal:
         if call["reduction"] != 0:
             return call.refuse("sums up all rows; use reduction='none'")
-        return spelled(call, text) if text else pointwise(call)
+        return parse_signature(call, text) if text else pointwise(call)
 
     return rule
 
 
 def _searchsorted(call: Call) -> Signature:
     if call["sorted_sequence"].ndim == 1:
-        return spelled(call, "-,*,-->*")
-    # One sequence for each leading index: a value is searched in its own.
+        return parse_signature(call, "-,*,-->*")
+    # One sequence for each leading index, in which its own values are searched.
     given = [call[name] for name in ("sorted_sequence", "self", "sorter")]
-    operands = [Operand(t, straight(t.ndim, {t.ndim - 1})) for t in given if isinstance(t, torch.Tensor)]
-    return Signature(operands, [straight(out.ndim, {out.ndim - 1}) for out in call.outs])
+    operands = [Operand(t, dim_labels(t.ndim, {t.ndim - 1})) for t in given if isinstance(t, torch.Tensor)]
+    return Signature(operands, [dim_labels(out.ndim, {out.ndim - 1}) for out in call.outs])
 
 
 def _layer(call: Call) -> Signature:
-    """A whole layer, the batch first. A mask of type 0 is one of positions, which all rows share."""
+    """A whole layer, with the batch first. A mask of type 0 is shared by all rows."""
     given = [call.bound.get(name) for name in ("src", "query", "key", "value")]
     if call.bound.get("mask_type"):
         given.append(call.bound.get("mask"))
@@ -105,10 +105,10 @@ def _layer(call: Call) -> Signature:
 
 
 def _trilinear(call: Call) -> Signature:
-    """Three tensors, each with new dimensions at the places in `expand`, are multiplied and summed over `sumdim`."""
+    """Three tensors, each with new dims at `expand`, are multiplied and summed over `sumdim`."""
     given = [(call[f"i{n}"], set(call[f"expand{n}"])) for n in (1, 2, 3)]
     ndim, summed = given[0][0].ndim + len(given[0][1]), set(call["sumdim"])
-    labels = straight(ndim, summed)
+    labels = dim_labels(ndim, summed)
     operands = [Operand(t, tuple(labels[d] for d in range(ndim) if d not in new), stretches=True) for t, new in given]
     return Signature(operands, [tuple(labels[d] for d in range(ndim) if d not in summed)])
 
@@ -117,18 +117,18 @@ def _never(why: str) -> Rule:
     return lambda call: call.refuse(why)
 
 
-def _spelled(text: str) -> Rule:
-    return lambda call: spelled(call, text)
+def _signature(text: str) -> Rule:
+    return lambda call: parse_signature(call, text)
 
 
 def _attention(text: str) -> Rule:
-    """With dropout its numbers are drawn by place in the batch, and drawn again when it goes backward."""
+    """Dropout draws by position in the batch, and the backward pass draws again."""
 
     def rule(call: Call) -> Signature | Refusal:
         if call.bound.get("dropout_p"):
-            return call.refuse("draws its dropout by place in the whole batch")
+            return call.refuse("draws its dropout by position in the whole batch")
         wanted = call.bound.get("grad_input_mask", (False,))[-1] or call.bound.get("bias_requires_grad")
-        return call.refuse("sums the gradient of its bias over all rows") if wanted else spelled(call, text)
+        return call.refuse("sums the gradient of its bias over all rows") if wanted else parse_signature(call, text)
 
     return rule
 
@@ -153,8 +153,8 @@ _ATTENTION: dict[str, str] = {
     "_efficient_attention_forward": "bQhD,bKhD,bKhE,?bhQK->bQhE,bh~,-",
 }  # fmt: skip
 
-_SPELLED: dict[str, str] = {
-    # matrix products
+_SIGNATURES: dict[str, str] = {
+    # matmuls
     "mm _int_mm": "iJ,Jk->ik",
     "bmm": "biJ,bJk->bik",
     "addmm _addmm_activation": "?ik,iJ,Jk->ik",
@@ -192,7 +192,7 @@ _SPELLED: dict[str, str] = {
     "embedding": "-,*->*D",
     "take": "-,*->*",
     "bucketize isin": "*,-->*",
-    # the rest
+    # others
     "view_as_real": "*->*X",
     "view_as_complex": "*X->*",
     "_thnn_fused_lstm_cell _thnn_fused_gru_cell": "n~,n~,n~,-,-->n~",
@@ -215,7 +215,7 @@ _ALONG: dict[str, str] = {
 _REDUCE = """sum nansum mean prod amax amin aminmax _aminmax max min any all argmax argmin std var std_mean
     var_mean logsumexp norm linalg_vector_norm median nanmedian mode kthvalue count_nonzero"""
 
-# Element by element, though not all of their overloads are tagged so.
+# Pointwise, though not all of their overloads have the tag.
 _POINTWISE = """alias detach clone _to_copy to copy lift lift_fresh lift_fresh_copy contiguous _lazy_clone
     _conj _neg_view fill zero zeros_like ones_like full_like empty_like masked_fill where gelu hardswish mish
     log_sigmoid_forward _prelu_kernel floor_divide rsub polar complex _add_relu abs native_dropout
@@ -233,7 +233,7 @@ _REFUSED: dict[str, str] = {
 
 RULES: dict[str, Rule] = by_name(
     {
-        **{names: _spelled(text) for names, text in _SPELLED.items()},
+        **{names: _signature(text) for names, text in _SIGNATURES.items()},
         **{names: _attention(text) for names, text in _ATTENTION.items()},
         **{names: _along(dim) for dim, names in _ALONG.items()},
         **{names: _never(why) for names, why in _REFUSED.items()},

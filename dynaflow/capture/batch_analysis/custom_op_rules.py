@@ -1,17 +1,17 @@
-"""Rules for collectives, and for custom operators that are declared to work by rows."""
+"""Row rules for collectives, and for custom operators declared by `by_rows`."""
 
 from __future__ import annotations
 
 from math import prod
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.signatures import Call, Dims, Operand, Refusal, Signature, straight, wrap
+from dynaflow.capture.batch_analysis.signatures import Call, Dims, Operand, Refusal, Signature, dim_labels, wrap_dim
 from dynaflow.capture.collectives import ELEMENTWISE, EXCHANGING
 from dynaflow.capture.op_registry import by_rows_of, collective_of
 
 
 def collective_rule(call: Call) -> Signature | Refusal:
-    """Every rank calls with the same rows, so what goes element by element, or along other dims, keeps them."""
+    """All ranks call with the same rows, so collectives that work per element, or along other dims, keep them."""
     name = _torch.op_name(call.func).removesuffix("_coalesced")
     tensors = call.inputs()
     if (declared := collective_of(call.func)) is not None:
@@ -19,13 +19,13 @@ def collective_rule(call: Call) -> Signature | Refusal:
     elif name in ELEMENTWISE or name in EXCHANGING:
         along = 0 if name in EXCHANGING else None
     else:
-        return call.refuse("is no collective whose rows can be followed")
-    mixed = {id(t): () if along is None else (wrap(along, t.ndim),) for t in tensors}
+        return call.refuse("is a collective without a row rule")
+    mixed = {id(t): () if along is None else (wrap_dim(along, t.ndim),) for t in tensors}
     if any(call.dim_of(t) in mixed[id(t)] for t in tensors):
         return call.refuse("moves rows of the batch between ranks")
     if len({t.ndim for t in tensors}) != 1:
-        return call.refuse("is no collective whose rows can be followed")
-    labels = [straight(t.ndim, mixed[id(t)]) for t in tensors]
+        return call.refuse("is a collective without a row rule")
+    labels = [dim_labels(t.ndim, mixed[id(t)]) for t in tensors]
     return Signature([Operand(t, at) for t, at in zip(tensors, labels, strict=True)], [labels[0]])
 
 

@@ -1,9 +1,11 @@
-"""DTensor's sharding rules as an oracle for operators that have no rule of their own.
+"""DTensor's sharding rules, for operators without a row rule.
 
-Splitting the batch in two halves is sharding it over a mesh of two devices: if DTensor would run the call on
-the shards as they are, without moving or adding up anything, then the rows are independent. The mesh has no
-process group behind it, and the rules are asked on a copy of DTensor's tables, so nothing of the user's
-distributed state is read or changed. Answers are cached: equal layers ask the same.
+*Contract.* Takes a call whose arguments are labelled. Returns the dim of the batch in each output, or a refusal, also
+if DTensor has no rule or fails. Neither reads nor changes the user's distributed state: the mesh has no process group,
+and the rules run on a copy of DTensor's tables. Answers are cached, as equal layers ask the same.
+
+Splitting the batch in two is sharding it over two devices: if DTensor would run the call on the shards without moving
+or reducing anything, the rows are independent.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from dynaflow import _torch
 from dynaflow.capture.batch_analysis.signatures import Call, Dims, Refusal, leaves
 from dynaflow.core import forks
 
-_answers: dict[Any, Dims | Refusal] = {}
+answers: dict[Any, Dims | Refusal] = {}
 _lock = forks.lock()
-_ANSWERS_KEPT = 4096
+_MAX_ANSWERS = 4096
 
 
 def ask(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dims | Refusal:
-    """The dimension on which each output carries the batch, or a refusal."""
+    """The dim on which each output carries the batch, or a refusal."""
     key = (call.func, call.rows, _key(call, args), _key(call, kwargs), _key(call, call.outs))
     with _lock:
-        if key not in _answers:
-            if len(_answers) >= _ANSWERS_KEPT:
-                _answers.clear()
-            _answers[key] = _ask(call, args, kwargs)
-        answer = _answers[key]
+        if key not in answers:
+            if len(answers) >= _MAX_ANSWERS:
+                answers.clear()
+            answers[key] = _ask(call, args, kwargs)
+        answer = answers[key]
     return answer if isinstance(answer, Refusal) else list(answer)
 
 
@@ -44,21 +46,21 @@ def _key(call: Call, value: Any) -> Any:
 
 
 def _ask(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dims | Refusal:
-    # DTensor's rules look at the placements of positional arguments only.
+    # DTensor's rules use the placements of positional arguments only.
     if any(call.dim_of(tensor) is not None for tensor in leaves(list(kwargs.values()))):
         return _no_rule(call, "it takes the batch as a keyword argument")
     try:
         result = _torch.propagate_sharding(call.func, args, kwargs, call.dim_of)
     except ImportError:
         return _no_rule(call, "torch.distributed is not available")
-    except Exception as error:  # the rules fail in many ways, and each of them means: don't know
-        said = str(error).partition("\n")[0].rstrip(".")
-        return _no_rule(call, f"{type(error).__name__}: {said}")
+    except Exception as error:  # any failure of a rule means that there is no answer
+        message = str(error).partition("\n")[0].rstrip(".")
+        return _no_rule(call, f"{type(error).__name__}: {message}")
     for before, after in result.changes:
         if not (_is_shape(before) and _is_shape(after) and _halved(call, before, after)):
             return call.refuse("mixes the rows of the batch")
     if len(result.shards) != len(call.outs):
-        return _no_rule(call, "its outputs are not those that DTensor knows")
+        return _no_rule(call, "DTensor knows other outputs of it")
     dims: Dims = []
     for out, shard in zip(call.outs, result.shards, strict=True):
         if shard is None and out.numel():
@@ -77,7 +79,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _halved(call: Call, before: Any, after: Any) -> bool:
-    """Did DTensor change nothing in this size or shape but the batch, which it halved?"""
+    """Whether DTensor changed a size, or shape, only by halving the batch."""
     if isinstance(before, int) and isinstance(after, int):
         return after == before or (before % call.rows == 0 and 2 * after == before)
     return (

@@ -1,9 +1,13 @@
-"""Inputs of a call that share memory which the graph writes.
+"""Arguments of a call that share memory which the graph writes.
 
-The probe takes all inputs for apart: what is written to one is not seen through another. Dynamo sees to it where two
-inputs are one object, and nowhere else: the same captured graph may be called with tensors that overlap in memory. So
-each call of a graph that writes an input is looked at, by bytes. Where each row overlaps the same row of the other
-input alone, the two are in step, and the probe is told that they share memory. Any other overlap can't be split.
+*Contract.* `InputAliasing.find` takes the arguments of each call of one graph. Returns the overlapping pairs, and
+inputs whose own elements overlap, of which one is written. Changes nothing. In doubt it reports an overlap.
+
+The probe assumes that a write to one input is not seen through another. Dynamo guarantees that only for inputs that are
+one
+object: the same captured graph may be called with tensors that overlap in memory. So each call of a graph that writes
+an input is checked, by bytes. If each row overlaps only the same row of the other input (`Overlap.in_step`), a probe
+with aliased inputs can still split the graph. Any other overlap can't be split.
 """
 
 from __future__ import annotations
@@ -19,22 +23,22 @@ import torch
 from torch import nn
 
 from dynaflow import _torch
-from dynaflow.capture.batch_analysis.probe import Probe
+from dynaflow.capture.batch_analysis.node_facts import Probe
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.core.memory_layout import overlaps_itself, span
 
 STEPS = 10_000
-"""After so many a search is given up, and tensors are taken to overlap."""
+"""Limit of a search for an overlap. Beyond it, tensors count as overlapping."""
 
 Way = tuple[int, int, int]
-"""A stride, and how often it may be taken: at least, and at most."""
+"""A stride, with the least and the greatest number of steps."""
 Steps = list[tuple[int, int]]
-"""Strides, and how often each may be taken at most."""
+"""Strides, each with the greatest number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the elements of a tensor lie: all numbers count bytes, but for `size`."""
+    """The memory of a tensor. All numbers but `size` are in bytes."""
 
     start: int
     end: int
@@ -53,13 +57,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Two inputs that overlap, by their positions; or one, twice, whose own elements may do so."""
+    """Positions of two inputs that overlap; or of one, twice, whose own elements may overlap."""
 
     one: int
     other: int
     places: tuple[Extent, Extent]
     wrapped: bool = False
-    """The memory is that of tensors inside of an input (a DTensor's, say)."""
+    """The memory belongs to tensors inside an input, such as a DTensor."""
 
     def describe(self, names: Sequence[str]) -> str:
         if self.one == self.other:
@@ -67,9 +71,10 @@ class Overlap:
         return f"the inputs {names[self.one]!r} and {names[self.other]!r} share memory, and one of them is written"
 
     def in_step(self, graph: CapturedGraph, probe: Probe, sizes: Mapping[sympy.Symbol, int]) -> bool:
-        """Whether each row of one shares memory with the same row of the other alone, for the batch of a probe.
+        """Whether each row of one input overlaps only the same row of the other, for a probe's batch.
 
-        And no node gets both: torch refuses to write to a part of what it reads, and sees that of some slices only.
+        No node may take both: torch rejects writes to a part of what a call reads, but recognizes that for some slices
+        only.
         """
         if self.one == self.other or self.wrapped:
             return False
@@ -80,20 +85,20 @@ class Overlap:
                 if {first, second} <= fact.reads | fact.writes and {first, second} & fact.writes:
                     return False
         for axis, *dims in zip(probe.batch_axes, *(probe.dims(node) for node in nodes), strict=True):
-            if dims != [None, None] and _meets_other_rows(*self.places, dims, sizes[next(iter(axis))]):
+            if dims != [None, None] and meets_other_rows(*self.places, dims, sizes[next(iter(axis))]):
                 return False
         return True
 
 
 def overlap(one: Extent, other: Extent) -> bool:
-    """Whether any byte belongs to both."""
+    """Whether two extents have a byte in common."""
     if one.start >= other.end or other.start >= one.end:
         return False
     return _meet(one, other, _steps(one), _steps(other))
 
 
-def _meets_other_rows(one: Extent, other: Extent, dims: Sequence[int | None], rows: int) -> bool:
-    """Whether some row of one shares memory with another row of the other. `dims`: where they have their rows."""
+def meets_other_rows(one: Extent, other: Extent, dims: Sequence[int | None], rows: int) -> bool:
+    """Whether a row of one overlaps a different row of the other. `dims`: their batch dims."""
     found: list[tuple[Steps, int]] = []
     for place, dim in zip((one, other), dims, strict=True):
         if dim is None:
@@ -113,7 +118,7 @@ def _steps(place: Extent, without: int | None = None) -> Steps:
 
 
 def _meet(one: Extent, other: Extent, back: Steps, forth: Steps, *ways: Way) -> bool:
-    """Whether elements share memory, some steps from the start of each, and some ways further in the other."""
+    """Whether elements overlap: `back` and `forth` are the steps inside each, `ways` are further steps of the other."""
     least, most = Counter[int](), Counter[int]()
     for stride, n in back:
         least[stride] -= n
@@ -125,7 +130,7 @@ def _meet(one: Extent, other: Extent, back: Steps, forth: Steps, *ways: Way) -> 
 
 
 def _reaches(ways: Sequence[Way], low: int, high: int, left: list[int]) -> bool:
-    """Whether ways add up to something from `low` to `high`."""
+    """Whether ways can add up to a number from `low` to `high`."""
     left[0] -= 1
     if left[0] < 0:
         return True
@@ -138,26 +143,26 @@ def _reaches(ways: Sequence[Way], low: int, high: int, left: list[int]) -> bool:
 
 
 def written_inputs(graph: CapturedGraph, probe: Probe) -> frozenset[int]:
-    """The positions of those that the graph writes, if they are apart."""
+    """Positions of the inputs that the graph writes, if inputs don't overlap."""
     written = {s for fact in probe.facts.values() for s in fact.writes}
     return frozenset(n for n, i in enumerate(graph.inputs) if probe.facts[i.node].storages & written)
 
 
 class InputAliasing:
-    """Looks at the arguments of one graph's calls. `written`: positions of those that it writes; None while that is not
-    known, and may be all."""
+    """Checks the arguments of one graph's calls. `written`: positions of the inputs that the graph writes; None if
+    unknown, in which case all count as written."""
 
     def __init__(self, written: frozenset[int] | None = None) -> None:
         self.written = written
         self._seen: _Seen | None = None
 
     def find(self, args: list[Any]) -> tuple[Overlap, ...]:
-        """The inputs that overlap, of which one is written: none, in most calls."""
+        """The overlaps in which an input is written; usually none."""
         seen = self._seen
-        return seen.found if seen is not None and seen.holds(args) else self._look(args)
+        return seen.found if seen is not None and seen.holds(args) else self.look(args)
 
-    def _look(self, args: list[Any]) -> tuple[Overlap, ...]:
-        inside = {i: held for i, arg in enumerate(args) if (held := _torch.held_tensors(arg)) is not None}
+    def look(self, args: list[Any]) -> tuple[Overlap, ...]:
+        inside = {i: held for i, arg in enumerate(args) if (held := _torch.inner_tensors(arg)) is not None}
         places = {i: p for i, arg in enumerate(args) if i not in inside and (p := _place(arg)) is not None}
         written = frozenset(range(len(args))) if self.written is None else self.written
         if inside:
@@ -165,9 +170,9 @@ class InputAliasing:
         written &= places.keys()
         found = _in_order(_overlaps(places, written))
         if self.written is not None:
-            still = [i for i in places if i in written or isinstance(args[i], nn.Parameter)]
-            seen = _Seen(args, places, written, still, found)
-            # What a tensor that moves has to do with the others is not for the next call to know.
+            static = [i for i in places if i in written or isinstance(args[i], nn.Parameter)]
+            seen = _Seen(args, places, written, static, found)
+            # An overlap with a tensor that moves says nothing about the next call.
             self._seen = None if any(seen.meets(places[i].start, n) for i, n in seen.moving) else seen
         return found
 
@@ -179,7 +184,7 @@ def _in_order(found: Iterable[Overlap]) -> tuple[Overlap, ...]:
 def _overlaps_inside(
     places: dict[int, Extent], inside: dict[int, list[torch.Tensor]], written: frozenset[int]
 ) -> Iterator[Overlap]:
-    """Where some inputs have no memory of their own, but hold tensors that have."""
+    """Overlaps if some inputs are wrapper subclasses, whose inner tensors have the memory."""
     owners, found = list(places), list(places.values())
     for i, held in inside.items():
         for place in map(_place, held):
@@ -192,12 +197,12 @@ def _overlaps_inside(
 
 
 def _place(arg: Any) -> Extent | None:
-    """None for what has no data."""
+    """None for a value without data."""
     if not isinstance(arg, torch.Tensor) or arg.layout is not torch.strided:
         return None
     try:
         return Extent.of(arg) if arg.data_ptr() and arg.numel() else None
-    except RuntimeError:  # there is no pointer
+    except RuntimeError:  # no data pointer
         return None
 
 
@@ -216,21 +221,22 @@ def _overlaps(places: dict[int, Extent], written: frozenset[int]) -> Iterator[Ov
 
 
 class _Seen:
-    """What was found of a call, and how to tell that it holds for another."""
+    """The result for one call, and whether it holds for another: equal sizes, equal addresses of static inputs, and no
+    other input near the written ones."""
 
     def __init__(
         self,
         args: list[Any],
         places: dict[int, Extent],
         written: frozenset[int],
-        still: list[int],
+        static: list[int],
         found: tuple[Overlap, ...],
     ) -> None:
         self.found = found
         self._numbers = [i for i, arg in enumerate(args) if isinstance(arg, int)]
         self._sizes = [args[i] for i in self._numbers]
-        self._still, self._addresses = still, [places[i].start if i in places else 0 for i in range(len(args))]
-        self.moving = [(i, place.end - place.start) for i, place in places.items() if i not in still]
+        self._static, self._addresses = static, [places[i].start if i in places else 0 for i in range(len(args))]
+        self.moving = [(i, place.end - place.start) for i, place in places.items() if i not in static]
         spans: list[list[int]] = []
         for start, end in sorted((places[i].start, places[i].end) for i in written):
             if spans and start <= spans[-1][1]:
@@ -242,11 +248,11 @@ class _Seen:
     def holds(self, args: list[Any]) -> bool:
         return (
             [args[i] for i in self._numbers] == self._sizes
-            and _torch.same_addresses(args, self._addresses, self._still)
+            and _torch.same_addresses(args, self._addresses, self._static)
             and not any([self.meets(args[i].data_ptr(), n) for i, n in self.moving])
         )
 
     def meets(self, start: int, length: int) -> bool:
-        """Whether some of these bytes lie between those that are written."""
+        """Whether a range of bytes overlaps written memory."""
         n = bisect_right(self._starts, start)
         return (n > 0 and self._ends[n - 1] > start) or (n < len(self._starts) and self._starts[n] < start + length)

@@ -1,4 +1,4 @@
-"""Rules for the operators that stand for torch's own modules."""
+"""Row rules for our operators in `_torch/ops`, which replace modules of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEPS: Labels = (None, "rows", None)
 
 def _rnn_rule(call: Call) -> Signature | Refusal:
     if call.bound.get("batch_sizes") is not None:
-        return call.refuse("takes packed sequences, in which the rows of all steps lie in a line")
+        return call.refuse("takes packed sequences, which concatenate the rows of all steps")
     given = [*call.bound.get("gradients", ()), call["input"], *call["hidden"]]
     wanted = call.bound.get("wanted", ())[1 + len(call["hidden"]) :]
     if any(wanted):
@@ -34,4 +34,4 @@ RULES: dict[str, Callable[[Call], Signature | Refusal]] = {
     **dict.fromkeys((*RNNS, "rnn_backward"), _rnn_rule),
     **dict.fromkeys(("embedding_bag", "embedding_bag_backward"), _bag_rule),
 }
-"""By operator of `_torch/ops`."""
+"""By name of the operator."""

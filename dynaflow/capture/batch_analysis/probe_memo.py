@@ -1,8 +1,8 @@
-"""Results of fake calls, memoised: identical calls (a model's layers repeat them) run once.
+"""Memoizes the calls of a fake run: identical calls, as a model's layers make them, run once.
 
-Alike are calls of one function whose arguments nothing tells apart: equal numbers, and tensors of equal shape, device
-and labels, which share memory with each other in the same way. Where there is more to a tensor than that, or where a
-call changes more than memory, the call is none that can be replayed.
+Calls are identical if they call one function with arguments that can't be distinguished: equal numbers, and tensors of
+equal layout, dtype, device and labels that share memory in the same way. Calls with other arguments, or with effects
+other than on memory, are not memoized.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dynaflow.core.memory_layout import span
 _PLAIN = (int, float, complex, bool, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout,
           torch.memory_format)  # fmt: skip
 Number = Callable[[torch.Tensor], int]
-"""Of the memory behind a tensor."""
+"""Numbers a tensor's storage."""
 
 
 class NotMemoizable(Exception):
-    """Something that calls may differ by unseen."""
+    """Identical calls can't be recognized, or replayed."""
 
 
 class _TensorKey(NamedTuple):
@@ -46,7 +46,7 @@ class _TensorKey(NamedTuple):
 
 
 class FakeCall:
-    """A call on fake tensors. Calls with equal keys do the same; raises NotMemoizable where that can't be known."""
+    """A call on fake tensors. Calls with equal keys are identical. Raises NotMemoizable if there is no such key."""
 
     def __init__(self, target: Any, args: Any, kwargs: Any, number: Number) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -68,12 +68,12 @@ class FakeCall:
         return self._places.setdefault(self._number(given), len(self._places)), look
 
     def memory(self, results: Sequence[torch.Tensor]) -> list[int]:
-        """The numbers of what a call may touch and others see, in an order that all that are alike have."""
+        """The storages that a call may access and other calls see, in the same order for identical calls."""
         return list(dict.fromkeys([RNG, *(self._number(t) for t in (*self.tensors, *results))]))
 
 
 class _Result(NamedTuple):
-    """An argument; or a tensor that looks so, in an argument's memory or in memory of its own; or a plain value."""
+    """An argument; a tensor with a layout, over an argument's storage or its own; or a plain value."""
 
     over: int | None = None
     look: _TensorKey | None = None
@@ -82,12 +82,12 @@ class _Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoEntry:
-    """What a call did, in terms of its arguments."""
+    """What a call did, relative to its arguments."""
 
     results: tuple[_Result, ...]
     tree: Any
     memory: int
-    """So much of it was touched, what is gone again included."""
+    """Number of storages accessed, temporaries included."""
     reads: frozenset[int]
     writes: frozenset[int]
 
@@ -98,24 +98,24 @@ class MemoEntry:
         new = [_torch.storage_id(t) for t, r in zip(leaves, results, strict=True) if r.look and r.over is None]
         if len(new) != len(set(new)):
             raise NotMemoizable
-        touched = dict.fromkeys([*call.memory(tensors_in(leaves)), *sorted(reads | writes)])
-        place = {number: i for i, number in enumerate(touched)}
+        accessed = dict.fromkeys([*call.memory(tensors_in(leaves)), *sorted(reads | writes)])
+        place = {number: i for i, number in enumerate(accessed)}
         return cls(results, tree, len(place), frozenset(place[n] for n in reads), frozenset(place[n] for n in writes))
 
     def replay(self, call: FakeCall, mode: Any, fresh: Callable[[], int]) -> tuple[Any, set[int], set[int]]:
-        """The result, and the memory that is read and written; `fresh` gives a number to what nobody else sees."""
+        """The result for another call, with the storages read and written. `fresh` numbers new storages."""
         leaves = [self._made(result, call.tensors, mode) for result in self.results]
-        touched = call.memory(tensors_in(leaves))
-        touched += [fresh() for _ in range(self.memory - len(touched))]
+        accessed = call.memory(tensors_in(leaves))
+        accessed += [fresh() for _ in range(self.memory - len(accessed))]
         value = _torch.tree_unflatten(leaves, self.tree)
-        return value, {touched[i] for i in self.reads}, {touched[i] for i in self.writes}
+        return value, {accessed[i] for i in self.reads}, {accessed[i] for i in self.writes}
 
     @staticmethod
     def _made(result: _Result, given: list[torch.Tensor], mode: Any) -> Any:
         look, over = result.look, None if result.over is None else given[result.over]
         if look is None:
             return result.value if over is None else over
-        made = _torch.fake_again(mode, look.size, look.stride, look.offset, look.dtype, look.device, over)
+        made = _torch.make_fake(mode, look.size, look.stride, look.offset, look.dtype, look.device, over)
         label(made, look.dims)
         return made
 
@@ -128,11 +128,11 @@ def _result(leaf: Any, given: list[torch.Tensor]) -> _Result:
     same = next((i for i, tensor in enumerate(given) if tensor is leaf), None)
     if same is not None:
         return _Result(over=same)
-    look, behind = _TensorKey.of(leaf), _torch.storage_id(leaf)
-    over = next((i for i, tensor in enumerate(given) if _torch.storage_id(tensor) == behind), None)
+    look, storage = _TensorKey.of(leaf), _torch.storage_id(leaf)
+    over = next((i for i, tensor in enumerate(given) if _torch.storage_id(tensor) == storage), None)
     if over is not None and given[over].dtype != leaf.dtype:
         raise NotMemoizable
-    alone = span(look.size, look.stride) * leaf.itemsize  # the bytes of memory that is made for it
+    alone = span(look.size, look.stride) * leaf.itemsize  # the size of a storage made for it alone
     if over is None and (look.offset or leaf.untyped_storage().nbytes() != alone):
-        raise NotMemoizable  # a view of what nobody else sees
+        raise NotMemoizable  # a view of a temporary
     return _Result(over=over, look=look)

@@ -1,10 +1,10 @@
 """How the dimensions of an operator's arguments line up with those of its results.
 
-A rule describes one operator call by a `Signature`: a label for every dimension of every tensor
-argument and of every output. Dimensions with equal labels run in step (index i of one belongs to
-index i of the other); a dimension labelled `MIXED` is one along which the operator combines, reorders
-or counts elements. `settle` then follows the batch: the call may be split by rows exactly when all
-tensors that carry the batch carry it under one label and every output has that label too.
+A rule describes one operator call by a `Signature`: a label for every dimension of every tensor argument and of every
+output. Dimensions with equal labels run in step (index i of one belongs to index i of the other); a dimension labelled
+`MIXED` is one along which the operator combines, reorders or counts elements. `propagate` then follows the batch: the
+call may be split by rows exactly when all tensors that carry the batch carry it under one label and every output has
+that label too.
 
 Nothing here knows single operators, and nothing here keeps state.
 """
@@ -24,23 +24,23 @@ Label = Hashable | None
 Labels = tuple[Label, ...]
 
 
-class Merged(NamedTuple):
-    """A dim in which the rows lie behind another dim that was merged into it, as `(s, rows)` viewed as `(s * rows,)`:
-    all rows come `behind` times over. No range of such a dim is a range of rows."""
+class MergedDim(NamedTuple):
+    """A dim that merges other dims, of size `outer` together, with the rows after them: `(s, rows)` viewed as `(s *
+    rows,)`. No range of such a dim is a range of rows."""
 
     dim: int
-    behind: int
+    outer: int
 
 
-Place = int | Merged | None
-"""The dim on which a tensor carries the batch, if it does."""
-Dims = list[Place]
+BatchDim = int | MergedDim | None
+"""The dim on which a tensor carries the batch; None if it does not."""
+Dims = list[BatchDim]
 
 T = TypeVar("T")
 
 MIXED: Label = None
 
-# Python and ATen write "to the end" as the largest int64; such a bound is no size.
+# Python and ATen write "to the end" as the largest int64, which is not a size.
 ENDLESS = 2**62
 
 
@@ -62,8 +62,8 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Labels of a call. Arguments not among `operands` must be shared; an output without labels
-    (None) does not depend on any row. The last entry of `outs` stands for all further outputs."""
+    """Labels of a call. Arguments not among `operands` must be shared; an output without labels (None) does not depend
+    on any row. The last entry of `outs` stands for all further outputs."""
 
     operands: list[Operand]
     outs: list[Labels | None]
@@ -76,7 +76,7 @@ class Call:
     func: _torch.OpOverload
     outs: list[torch.Tensor]
     rows: int
-    place_of: Callable[[torch.Tensor], Place]
+    batch_dim_of: Callable[[torch.Tensor], BatchDim]
     bound: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -87,9 +87,9 @@ class Call:
         kwargs: dict[str, Any],
         outs: list[torch.Tensor],
         rows: int,
-        place_of: Callable[[torch.Tensor], Place],
+        batch_dim_of: Callable[[torch.Tensor], BatchDim],
     ) -> Call:
-        return cls(func, outs, rows, place_of, bind(_torch.schema_of(func), args, kwargs))
+        return cls(func, outs, rows, batch_dim_of, bind(_torch.schema_of(func), args, kwargs))
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
@@ -101,15 +101,15 @@ class Call:
         return Refusal(f"{self} {why}")
 
     def dim_of(self, tensor: torch.Tensor) -> int | None:
-        return dim_in(self.place_of(tensor))
+        return dim_in(self.batch_dim_of(tensor))
 
-    def behind(self, tensor: torch.Tensor) -> int:
-        """How many times over the rows come in a tensor."""
-        place = self.place_of(tensor)
-        return place.behind if isinstance(place, Merged) else 1
+    def outer(self, tensor: torch.Tensor) -> int:
+        """Size of the dims merged before the rows; 1 if none are."""
+        place = self.batch_dim_of(tensor)
+        return place.outer if isinstance(place, MergedDim) else 1
 
     def is_batch(self, size: object) -> bool:
-        """Does this size come from the batch? (rows is twice a prime that divides no static size)"""
+        """Whether a size comes from the batch: `rows` is twice a prime that divides no other size."""
         return isinstance(size, int) and 0 < abs(size) < ENDLESS and size % (self.rows // 2) == 0
 
     def batch_dims(self, tensor: torch.Tensor) -> list[int]:
@@ -126,7 +126,7 @@ class Call:
         return [t for name in names for t in leaves(self.bound[name])]
 
     def returned(self) -> list[torch.Tensor | None]:
-        """For each result, the argument that it is, where the operator writes one and returns it."""
+        """For each result, the written argument that the operator returns as this result; else None."""
         schema = _torch.schema_of(self.func)
         written = {frozenset(a.alias_info.before_set): self.bound[a.name] for a in schema.arguments if a.alias_info}
         aliases = [r.alias_info for r in schema.returns]
@@ -142,7 +142,7 @@ class Call:
 
 
 def bind(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, those that were left out too."""
+    """The arguments of a call by name, defaults included."""
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     return {a.name: given.get(a.name, a.default_value) for a in schema.arguments}
 
@@ -150,7 +150,7 @@ def bind(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 _STATISTICS = {f"aten::{name}" for name in (
     "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
     "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts")}  # fmt: skip
-"""They write `running_mean` and `running_var` in training. Their schemas say never, or always."""
+"""Operators that write `running_mean` and `running_var` in training only. Their schemas say never, or always."""
 
 
 def written_names(schema: Any, bound: dict[str, Any]) -> list[str]:
@@ -163,17 +163,17 @@ def written_names(schema: Any, bound: dict[str, Any]) -> list[str]:
     return [*statistics, *others] if bound.get("training", True) else others
 
 
-def dim_in(place: Place) -> int | None:
-    """The dim alone, however the rows lie in it."""
-    return place.dim if isinstance(place, Merged) else place
+def dim_in(place: BatchDim) -> int | None:
+    """The dim alone, merged or not."""
+    return place.dim if isinstance(place, MergedDim) else place
 
 
-def place_at(dim: int, behind: int) -> Place:
-    return dim if behind == 1 else Merged(dim, behind)
+def batch_dim_at(dim: int, outer: int) -> BatchDim:
+    return dim if outer == 1 else MergedDim(dim, outer)
 
 
 def by_name(table: dict[str, T]) -> dict[str, T]:
-    """A table with one entry for each name, from one that gives many names in a key."""
+    """Splits the keys of a table, which may hold several names."""
     return {name: entry for names, entry in table.items() for name in names.split()}
 
 
@@ -186,33 +186,33 @@ def leaves(value: object) -> Iterator[torch.Tensor]:
             yield from leaves(member)
 
 
-def wrap(dim: int, ndim: int) -> int:
-    """A dimension counted from the left, whichever way it was written."""
+def wrap_dim(dim: int, ndim: int) -> int:
+    """A non-negative dim."""
     return dim + ndim if dim < 0 else dim
 
 
-def wrapped(dims: int | Iterable[int], ndim: int) -> set[int]:
-    return {wrap(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims)}
+def wrap_dims(dims: int | Iterable[int], ndim: int) -> set[int]:
+    return {wrap_dim(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims)}
 
 
-def straight(ndim: int, mixed: Iterable[int] = ()) -> Labels:
-    """Labels 0, 1, 2, ... with the given dimensions mixed."""
+def dim_labels(ndim: int, mixed: Iterable[int] = ()) -> Labels:
+    """Labels 0, 1, 2, ..., with the given dims mixed."""
     mixed = set(mixed)
     return tuple(MIXED if dim in mixed else dim for dim in range(ndim))
 
 
-def from_right(ndim: int) -> Labels:
-    """Labels of broadcasting: dimensions are aligned at the last one."""
+def broadcast_labels(ndim: int) -> Labels:
+    """Labels for broadcasting, which aligns the last dims."""
     return tuple(("*", dim - ndim) for dim in range(ndim))
 
 
-def settle(call: Call, signature: Signature) -> Dims | Refusal:
-    """Follows the batch from the operands of a call to its outputs."""
+def propagate(call: Call, signature: Signature) -> Dims | Refusal:
+    """Follows the batch from the operands of a call to its outputs: the dim with the same label."""
     label: Label = MIXED
-    size, behind = 0, 1
+    size, outer = 0, 1
     listed = Counter(id(operand.tensor) for operand in signature.operands)
     for tensor in call.inputs():
-        listed[id(tensor)] -= 1  # a tensor may be given twice, and listed only once
+        listed[id(tensor)] -= 1  # an argument may be passed twice, but listed once
         if listed[id(tensor)] < 0 and call.dim_of(tensor) is not None:
             shape = tuple(tensor.shape)
             return call.refuse(f"takes a tensor of shape {shape} whole, but it carries the batch")
@@ -222,10 +222,10 @@ def settle(call: Call, signature: Signature) -> Dims | Refusal:
             continue
         if operand.labels[dim] is MIXED:
             return call.refuse(f"runs along the batch dimension (dim {dim})")
-        here = operand.labels[dim], operand.tensor.shape[dim], call.behind(operand.tensor)
-        if label is not MIXED and here != (label, size, behind):
+        here = operand.labels[dim], operand.tensor.shape[dim], call.outer(operand.tensor)
+        if label is not MIXED and here != (label, size, outer):
             return call.refuse("takes tensors whose batch dimensions do not line up")
-        label, size, behind = here
+        label, size, outer = here
     if label is not MIXED:
         for operand in signature.operands:
             if call.dim_of(operand.tensor) is not None or label not in operand.labels:
@@ -234,20 +234,20 @@ def settle(call: Call, signature: Signature) -> Dims | Refusal:
                 shape = tuple(operand.tensor.shape)
                 return call.refuse(f"aligns a tensor of shape {shape}, shared by all rows, with the batch")
     dims: Dims = []
-    for place, out in enumerate(call.outs):
-        labels = signature.outs[min(place, len(signature.outs) - 1)]
+    for i, out in enumerate(call.outs):
+        labels = signature.outs[min(i, len(signature.outs) - 1)]
         if labels is None or label is MIXED:
             dims.append(None)
         elif label not in labels or out.shape[labels.index(label)] != size:
             return call.refuse("does not keep the batch dimension whole")
         else:
-            dims.append(place_at(labels.index(label), behind))
+            dims.append(batch_dim_at(labels.index(label), outer))
     return dims
 
 
-def spelled(call: Call, text: str) -> Signature:
-    """The signature written as text, e.g. "?ik,iJ,Jk->ik" for addmm: one word for each tensor
-    argument in the order of the schema, then one for each output.
+def parse_signature(call: Call, text: str) -> Signature:
+    """Parses a signature, e.g. "?ik,iJ,Jk->ik" for addmm: one word for each tensor argument in the order of the schema,
+    then one for each output.
 
     small letter   a dimension of independent slices, in step with all of the same letter
     capital        a mixed dimension
@@ -276,7 +276,7 @@ def _labels(word: str, ndim: int) -> Labels:
     letters = tuple(letter if letter.islower() else MIXED for letter in word.strip("?*~"))
     spare = ndim - len(letters)
     if word.startswith("*"):
-        return (from_right(spare) if spare > 0 else ()) + letters[max(-spare, 0) :]
+        return (broadcast_labels(spare) if spare > 0 else ()) + letters[max(-spare, 0) :]
     if word.endswith("~"):
         return letters[:ndim] + (MIXED,) * spare
     if spare > 0:

@@ -74,6 +74,24 @@ def size_as_number(b: Builder) -> Any:
 
 
 @step()
+def endless_slope(b: Builder) -> Any:
+    """A result with a gradient of nan or inf, which must not show unless the loss depends on it."""
+    x = b.main()
+    if b.dtype in WHOLE:
+        raise NotHere
+    nothing = b.call(operator.sub, x, x)
+    kind = b.dice.below(4)
+    if kind == 0:
+        return b.call(torch.sqrt, nothing)
+    if kind == 1:
+        return b.call(torch.tanh, b.call(operator.truediv, x, 0))
+    if kind == 2:
+        n = whole(b)
+        return b.call(operator.truediv, x, b.call(operator.sub, n, n))
+    return b.call("sum", b.call(torch.sqrt, nothing), 0, keepdim=b.dice.one_in(2)) if x.ndim else nothing
+
+
+@step()
 def variance_by_hand(b: Builder) -> Any:
     """Bessel's correction is a number made of the batch."""
     x = b.main(lambda v: v.ndim > 0 and not v.dtype.is_complex)

@@ -57,12 +57,9 @@ def _(at: Tensor, x: Tensor, cache: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    known = dict(op_registry._globs)
     CACHE.zero_()
-    with torch.no_grad():
+    with op_registry.declarations_restored(), torch.no_grad():
         yield
-    op_registry._globs.clear()
-    op_registry._globs.update(known)
 
 
 class Scaling(nn.Module):
@@ -98,7 +95,7 @@ def test_rows_must_be_on_dim_0() -> None:
 
 
 def test_only_operators_can_be_declared() -> None:
-    with pytest.raises(df.PartitionError, match="no operator"):
+    with pytest.raises(df.PartitionError, match="is not an operator"):
         df.by_rows(torch.relu)
 
 
@@ -450,13 +447,9 @@ class Summing(nn.Module):
 
 
 @pytest.fixture
-def teams() -> Iterator[None]:
-    known = dict(op_registry._collectives)
+def teams() -> None:
     df.collective(torch.ops.dynaflow_tests.team_sum, group="team", named=lambda team: f"torch's {team}")
     df.collective("dynaflow_tests::team_sc*", group="team", dim="dim")
-    yield
-    op_registry._collectives.clear()
-    op_registry._collectives.update(known)
 
 
 def test_an_operator_that_nobody_declared_is_no_collective() -> None:

@@ -17,7 +17,7 @@ import dynaflow as df
 from dynaflow.capture import optimizer_ops
 from dynaflow.schedule.check import check
 from dynaflow.strategies import OptimizerOverlap
-from tests.helpers import STACK_RULES, Each, Stack, compiled
+from tests.helpers import STACK_RULES, Each, Stack, compiled, randn
 from tests.zoo import ZOO
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -55,7 +55,7 @@ class Beside:
         name_of = {id(p): name for name, p in model.named_parameters()}
 
         def step(update: Any, weights: list[Tensor], gradients: list[Tensor]) -> None:
-            for parameter, weight, gradient in zip(update._parameters, weights, gradients, strict=True):
+            for parameter, weight, gradient in zip(update.parameters, weights, gradients, strict=True):
                 self.copied += weight.data_ptr() != parameter.data_ptr()
                 self.updated.append(name_of[id(parameter)])
                 twins[name_of[id(parameter)]].grad = gradient.clone()
@@ -204,6 +204,35 @@ def test_tied_frozen_and_other_parameters(operators: str, monkeypatch: pytest.Mo
             both.step(x=torch.randn(6, 8))
             assert sorted(both.updated) == ["inner.bias", "inner.weight", "outer.bias"]
             assert both.model.own.weight.grad is not None and both.model.fixed.weight.grad is None  # type: ignore[union-attr]
+
+
+class Measured(nn.Module):
+    """With results beside the loss, of which one has an infinite slope, and one a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.body(x)
+        return y.square().mean(), (y - y).sum().sqrt(), self.head(y).mean()
+
+
+@pytest.mark.parametrize("make", [adamw, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)])
+def test_unused_results(make: Make) -> None:
+    """Weights of theirs alone are not updated, as by an optimizer that finds no gradients."""
+    model = Measured()
+    twin = copy.deepcopy(model)
+    optimizers = [make(m.parameters()) for m in (model, twin)]
+    fast = compiled(model, OptimizerOverlap(), optimizer=optimizers[0])
+    for used in ([0], [0, 2], [0], [2]):
+        for call, optimizer in zip((fast, twin), optimizers, strict=True):
+            results = call(randn(6, 4))
+            sum(results[i] for i in used).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_settings_and_states_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:

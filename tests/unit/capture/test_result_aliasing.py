@@ -181,6 +181,58 @@ def test_what_only_unused_results_depend_on_has_no_gradients(used: tuple[int, ..
             torch.testing.assert_close(p.grad, q.grad)
 
 
+class Shifted(torch.autograd.Function):
+    """Whose gradients are no zeros where it gets zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2 + (grads[1] + 1) * 3
+
+
+BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "by zero": lambda y: y / 0,
+    "a spread of one row": lambda y: y.var(0, keepdim=True) / (len(y) - len(y)),
+    "by itself": lambda y: (y - y).sqrt(),
+    "a distance": lambda y: ((y - y) ** 2).sum(-1).sqrt(),
+    "a part": lambda y: y.sub(y).chunk(2, 1)[1].log(),
+}
+
+
+@pytest.mark.parametrize(
+    ("operators", "scheduler"), [("eager", "sequential"), ("eager", Each(split=2)), ("inductor", Each(split=2))]
+)
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_leads_to_unused_results_is_not_computed(name: str, operators: str, scheduler: Any) -> None:
+    """Zeros by an infinite slope would be nan."""
+
+    def model(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        y = (x @ weight).tanh()
+        return BESIDE[name](y), y * 2, y.exp()
+
+    fast = df.compile(model, scheduler, operators=operators, batch_dims={"x": 0})
+    for used in (1, 2, 1, 0):
+        leaves = [randn(6, 4).requires_grad_(), randn(4, 4).requires_grad_()]
+        found, expected = (torch.autograd.grad(f(*leaves)[used].sum(), leaves) for f in (fast, model))
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert used == 0 or expected[0].isfinite().all()
+    assert not fast.stats.plain_graphs
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_functions_get_zeros_for_results_that_are_unused(used: int) -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        one, other = Shifted.apply(x.sin())
+        return one.cos(), other * 2
+
+    x = randn(6, 4).requires_grad_()
+    found, expected = (torch.autograd.grad(f(x)[used].sum(), x) for f in (compiled(model, Each(split=2)), model))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("used", [0, 1, 2])
 def test_what_is_made_while_gradients_are_off_leads_nowhere(used: int) -> None:
     """In eager torch too, though a view of something with gradients says that it has some."""

@@ -15,7 +15,7 @@ from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.capture.node_info import module_calls, module_stack, source_line
 from dynaflow.capture.serialize import SAVED_META, dumps, has_example_args, loads, set_example_args
 from dynaflow.core.fx_graphs import copy_module
-from tests.helpers import Each, Stack, randn
+from tests.helpers import Each, Stack, graph_of, plans_of, randn
 
 
 def captured(model: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, bytes, list[Any]]:
@@ -84,13 +84,12 @@ def test_it_is_scheduled_and_runs_as_the_captured_one(stack: Stack, operators: s
     set_example_args(gm, args)
     for graph in gm, read_for(data, args):
         assert has_example_args(graph)
-        engine = api._engine(None, {"scheduler": Each(split=2), "operators": operators})
+        engine = api.new_engine(None, {"scheduler": Each(split=2), "operators": operators})
         with torch.no_grad():
             (result,) = engine.backend(graph, list(args))(*args)
         torch.testing.assert_close(result, stack(x))
-        (cut,) = engine.planner.cache.graphs.values()
-        identities.append(cut.identity)
-        (plan,) = engine.planner.plans()
+        identities.append(graph_of(engine).identity)
+        (plan,) = plans_of(engine)
         assert len(plan.micro_batches) == 2
     assert identities[0] == identities[1], "plans that were kept on disk are found under it"
 
@@ -110,7 +109,7 @@ def test_another_call_may_bring_other_tensors() -> None:
     _, data, args = captured(model, x, x[:, :4])
     others = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
     for order in (args, others), (others, args):
-        engine = api._engine(None, {"scheduler": Each(split=2), "operators": "eager"})
+        engine = api.new_engine(None, {"scheduler": Each(split=2), "operators": "eager"})
         with torch.no_grad():
             run = engine.backend(read_for(data, order[0]), list(order[0]))
             for taken in order:
@@ -120,7 +119,7 @@ def test_another_call_may_bring_other_tensors() -> None:
                 seen = randn(6, 4) + (1 if taken is args else 0)
                 (result,) = run(*taken)
                 torch.testing.assert_close(result, (randn(6, 4) + 1) * model.weight + seen, msg="x and y may be one")
-        assert all(len(plan.micro_batches) == 2 for plan in engine.planner.plans())
+        assert all(len(plan.micro_batches) == 2 for plan in plans_of(engine))
 
 
 def test_what_can_not_be_written_is_refused() -> None:

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import dynaflow as df
 from dynaflow.cli import app, main
-from dynaflow.tune.snippet import code_snippet
 
 ONE_LAYER = ["simulate", "--model", "llama-3-70b", "--layers", "1", "--device", "b200", "--tp", "8"]
 
@@ -73,14 +72,14 @@ def test_the_names_that_there_are() -> None:
         (["--device", "h300"], "no device is named 'h300'"),
         (["--strategy", "nanoflows"], "nanoflow"),
         (["--strategy", "nowhere:Class"], "no scheduler at 'nowhere:Class': No module named 'nowhere'"),
-        (["--strategy", f"{__name__}:NoScheduler"], "is no scheduler"),
-        (["--option", "parts=abc"], "'nanoflow': parts='abc' is no int what to do: its options are parts=2,"),
-        (["--option", "sms=many"], "'nanoflow': sms='many' is no int or None what"),
+        (["--strategy", f"{__name__}:NoScheduler"], "is not a scheduler"),
+        (["--option", "parts=abc"], "'nanoflow': parts='abc' is not an int what to do: its options are parts=2,"),
+        (["--option", "sms=many"], "'nanoflow': sms='many' is not an int or None what"),
         (["--option", "part=3"], "'nanoflow' has no option 'part' what to do: did you mean 'parts'? its"),
         (["--strategy", f"{__name__}:Halves", "--option", "part=3"], "did you mean 'parts'? its options are parts=2"),
         (["--strategy", "sequential", "--option", "parts=3"], "it has no options"),
         (["--strategy", "branches", "--option", "x=3"], "do: its options are lanes=4, cuts=..., wait=5e-06"),
-        (["--option", "parts"], "say name=value"),
+        (["--option", "parts"], "write name=value"),
         (["--device", "b200x8", "--tp", "4"], "shared by 4"),
         (["--tp", "3"], "can't be divided among 3 GPUs"),
         (["--ep", "2"], "has no experts"),
@@ -120,19 +119,3 @@ def test_tune_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.value.code == 2
 
 
-def test_a_configuration_that_can_be_pasted() -> None:
-    text = code_snippet(
-        [
-            ({"x": (8, 4), "y": (2,)}, "nanoflow(parts=2)"),
-            ({"x": (8, 5), "y": (2,)}, "prefetch(comm_overlap(parts=3))"),
-            ({"x": (1, 5), "y": (2,)}, "sequential"),
-        ],
-        "plan",
-    )
-    names: dict[str, Any] = {"df": df, "model": torch.nn.Identity()}
-    exec(text, names)
-    chosen = names["CHOSEN"]
-    assert list(chosen) == [((8, 4),), ((8, 5),)]
-    assert type(chosen[(8, 4),]).__name__ == "NanoFlow" and chosen[(8, 4),].parts == 2
-    assert type(chosen[(8, 5),]).__name__ == "Prefetch"
-    assert isinstance(names["fast"], df.CompiledModel)

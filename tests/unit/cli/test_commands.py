@@ -435,13 +435,13 @@ def test_list_as_json() -> None:
         (["plan", "llama-tiny", "--strategy", "nanoflow", "--option", "part=3"], "its options are"),
         (["plan", "inception-tiny", "--layers", "1"], "leave out --layers"),
         (["run", "bert-tiny", "--prompt", "0"], "--prompt 64"),
-        (["run", "llama-tiny", "--device", "gpu"], "say cpu or cuda"),
+        (["run", "llama-tiny", "--device", "gpu"], "use cpu or cuda"),
         (["run", "llama-tiny", "--dtype", "int8"], "float32"),
         (["run", f"{HERE}:own", "--operators", "fast"], "say 'inductor' or 'eager'"),
         (["run", f"{HERE}:own", "--cudagraph", "all"], "say 'plan' or 'pieces'"),
-        (["trace", f"{HERE}:own", "--operators", "eager", "--out", "nowhere/trace.json"], "make the folder nowhere"),
-        (["plan", "nowhere:nothing", "--out", "nowhere/plan.json"], "make the folder nowhere"),
-        (["view", "nothing.json"], "name a file that is there"),
+        (["trace", f"{HERE}:own", "--operators", "eager", "--out", "nowhere/trace.json"], "create the folder nowhere"),
+        (["plan", "nowhere:nothing", "--out", "nowhere/plan.json"], "create the folder nowhere"),
+        (["view", "nothing.json"], "name an existing file"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_told_and_what_to_do(

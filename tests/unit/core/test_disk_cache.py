@@ -28,7 +28,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting from outside, and no warning given yet."""
     for name in ("DYNAFLOW_CACHE", "DYNAFLOW_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(disk_cache, "_failures", itertools.count())
+    monkeypatch.setattr(disk_cache, "failures", itertools.count())
 
 
 def files(root: Path) -> list[Path]:
@@ -274,7 +274,7 @@ WORKER = textwrap.dedent("""
     threads = [threading.Thread(target=work, args=(int(sys.argv[3]) * 10 + i,)) for i in range(3)]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    print(len(bad), sum(found) > 100, next(disk_cache._failures))
+    print(len(bad), sum(found) > 100, next(disk_cache.failures))
 """)
 
 

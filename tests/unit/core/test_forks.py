@@ -228,7 +228,7 @@ def test_a_lock_that_the_forking_thread_holds_stays_its_own() -> None:
 
 
 def test_all_locks_are_opened_in_a_child() -> None:
-    """Those of a `Call` belong to one run, and the one of recordings says that one is on."""
+    """Those of a `ThreadRun` belong to one run, and the one of recordings says that one is on."""
     allowed = {"core/forks.py": 2, "observe/recording.py": 1}
     root = Path(df.__file__).parent
     for path in sorted(root.rglob("*.py")):

@@ -87,7 +87,7 @@ def test_under_a_split(kind: str, wrap: str) -> None:
     assert len(found) <= 12, found
 
 
-@pytest.mark.parametrize("facts, most", [({"phase": "decode"}, 12), (lambda: {"phase": "decode"}, 14)])
+@pytest.mark.parametrize(("facts", "most"), [({"phase": "decode"}, 12), (lambda: {"phase": "decode"}, 14)])
 def test_with_facts_that_the_scheduler_reads(facts: Any, most: int) -> None:
     class Reads(Lanes):
         def schedule(self, ctx: df.ScheduleContext) -> None:

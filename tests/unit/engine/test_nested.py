@@ -118,12 +118,13 @@ def test_a_compiled_function_in_a_compiled_function(around: str, inside: str) ->
 
 
 def test_the_outermost_scheduler_decides_and_the_inner_one_says_so() -> None:
-    inner = by_dynaflow(Inner())
+    plain = Inner()
+    inner = by_dynaflow(plain)
     outer = Outer(inner)
     scheduler = Halves()
     scheduler.rules = (df.SplitModule("inner.a"), df.SplitModule(Inner, tag="inner"))
     fast = df.compile(outer, scheduler, operators="eager")
-    compare(fast, lambda x: outer.head(inner._df_model(x) + 1))
+    compare(fast, lambda x: outer.head(plain(x) + 1))
     assert {"inner.a", "inner"} <= set(names(fast.plan(randn(4, 8)))), "paths are as if nothing had been compiled"
     assert fast.stats.runs and not inner.stats.runs
     assert [why for why in inner.stats.plain_reasons if "another compiled function" in why] == inner.stats.plain_reasons

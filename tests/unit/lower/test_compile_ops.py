@@ -347,9 +347,9 @@ def test_tensors_on_the_host_count_as_aligned_beside_those_of_a_device() -> None
     host = torch.empty(4)
     with FakeTensorMode(allow_non_fake_inputs=True):
         device = torch.empty(4, device="cuda")
-    with _torch.inductor._hosts_alignment_is_nothing([host, 7, device]), ThreadPoolExecutor(1) as another:
+    with _torch.inductor.assume_host_inputs_aligned([host, 7, device]), ThreadPoolExecutor(1) as another:
         assert aligned() and not another.submit(aligned).result()
-    with _torch.inductor._hosts_alignment_is_nothing([host, 7]):
+    with _torch.inductor.assume_host_inputs_aligned([host, 7]):
         assert not aligned()
 
 
@@ -359,12 +359,12 @@ def test_kernels_of_a_device_lie_in_inductors_folder(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("TRITON_CACHE_DIR")
     with _torch.Symbols().mode:
         host, device = torch.empty(2), torch.empty(2, device="cuda:1")
-    _torch.inductor._say_where_kernels_are_kept([3, host])
+    _torch.inductor.set_triton_cache_dir([3, host])
     assert "TRITON_CACHE_DIR" not in os.environ
-    _torch.inductor._say_where_kernels_are_kept([3, host, device])
+    _torch.inductor.set_triton_cache_dir([3, host, device])
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton" / "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
-    _torch.inductor._say_where_kernels_are_kept([device])
+    _torch.inductor.set_triton_cache_dir([device])
     assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
 
 
@@ -503,7 +503,7 @@ def sums(x: Tensor) -> tuple[Tensor, ...]:
 def test_sums_that_are_returned_keep_their_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Inductor would flatten them (tests/gpu has such a case): the dimensions that are kept stand in a view."""
     traced = make_fx(sums, tracing_mode="fake")(randn(4, 6, 8))
-    assert not _torch.keep_sums_in_shape(traced), "the sum over rows of matrices is a matrix, without a view"
+    assert not _torch.fix_reduced_shapes(traced), "the sum over rows of matrices is a matrix, without a view"
     names = [node.target for node in traced.graph.find_nodes(op="output")[0].args[0]]
     assert [name is torch.ops.aten.unsqueeze.default for name in names] == [True, True, True, False, False, False]
     x = randn(4, 6, 8)
@@ -524,4 +524,4 @@ def test_a_sum_behind_an_expansion_that_changes_nothing() -> None:
     def row(x: Tensor) -> tuple[Tensor, ...]:
         return x.sum((0, 1)), x.sum(0, keepdim=True).expand(1, 6, 8)
 
-    assert not _torch.keep_sums_in_shape(make_fx(row, tracing_mode="fake")(randn(4, 6, 8)))
+    assert not _torch.fix_reduced_shapes(make_fx(row, tracing_mode="fake")(randn(4, 6, 8)))

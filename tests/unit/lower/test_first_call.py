@@ -22,10 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dynaflow as df
 from dynaflow import _torch
-from dynaflow.api import engine_of
-from dynaflow.cli.doctor import _compiler
-from dynaflow.lower.first_call import Untried
-from tests.helpers import Each, assert_equal, randn
+from dynaflow.cli.doctor import cpp_compiler
+from dynaflow.lower.first_call import FirstCall
+from tests.helpers import Each, assert_equal, lowered_of, randn
 
 RULES = (df.SplitModule("first"), df.SplitModule("second"))
 
@@ -50,9 +49,8 @@ class Stretching(Each):
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh() -> None:
     torch._dynamo.reset()
-    yield
 
 
 def has(graph: fx.GraphModule, name: str) -> bool:
@@ -253,7 +251,7 @@ def test_a_layout_that_compiled_code_was_not_made_for() -> None:
         call = _torch.compile_operator(gm, [example], world, static=frozenset(), direct=True, failed=print)
         with pytest.raises(AssertionError) as caught:
             call([torch.empty(8, 4).t()])
-    assert _torch.is_compilers(caught.value)
+    assert _torch.is_compiler_error(caught.value)
 
 
 def test_no_later_call_pays_for_it() -> None:
@@ -263,11 +261,11 @@ def test_no_later_call_pays_for_it() -> None:
     uncut = df.compile(Two())
     with torch.no_grad():
         fast(randn(6, 8)), uncut(randn(6, 8))
-        (lowered,) = engine_of(fast).planner.cache.plans.values()
-        (whole,) = engine_of(uncut).planner.cache.plans.values()
+        (lowered,) = lowered_of(fast)
+        (whole,) = lowered_of(uncut)
     assert lowered.code is not None
-    assert not any(isinstance(value, Untried) for value in lowered.code.names.values())
-    assert not isinstance(whole.entry.call, Untried)
+    assert not any(isinstance(value, FirstCall) for value in lowered.code.names.values())
+    assert not isinstance(whole.entry.call, FirstCall)
 
 
 def test_two_lanes_fail_at_once() -> None:
@@ -278,7 +276,7 @@ def test_two_lanes_fail_at_once() -> None:
         both.wait(10)
         raise error()
 
-    untried = Untried(fails, lambda e: lambda args: calls.append(list(args)) or "right")
+    untried = FirstCall(fails, lambda e: lambda args: calls.append(list(args)) or "right")
     found: list[Any] = []
     threads = [threading.Thread(target=lambda n=n: found.append(untried([n]))) for n in range(2)]
     for thread in threads:
@@ -350,7 +348,7 @@ def test_what_is_drawn_is_drawn_again(failing: dict[str, Any], fails: str) -> No
 
     def draws(phase: str) -> Callable[[fx.GraphModule], bool]:
         def on(gm: fx.GraphModule) -> bool:
-            if not _torch.draws_again(gm) or len(gm.graph.nodes) <= 3:  # a draw by itself is compiled
+            if not _torch.draws_from_seeds(gm) or len(gm.graph.nodes) <= 3:  # a draw by itself is compiled
                 return False
             drew[phase] += 1
             return fails in (phase, "both")
@@ -422,7 +420,7 @@ def test_no_cpp_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert said == "1 0"
     assert len(lines) <= 4 and "no C++ compiler" in lines[0] and "dynaflow doctor" in lines[0]
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    check = _compiler()
+    check = cpp_compiler()
     assert not check.ok and "/nowhere/g++" in check.found and "g++" in check.advice
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.api import engine_of
 from dynaflow.lower.layouts import image_layouts
-from tests.helpers import Each, Scheduler, compiled, randn
+from tests.helpers import Each, Scheduler, blocks_of, compiled, graph_of, randn, set_chains
 
 
 class Net(nn.Module):
@@ -30,8 +29,7 @@ def layouts(model: nn.Module) -> dict[int, object]:
     fast = compiled(model, Each(RULES))
     with torch.no_grad():
         fast(randn(4, 4, 6, 6))
-    (graph,) = engine_of(fast).planner.cache.graphs.values()
-    return image_layouts(graph)  # type: ignore[return-value]
+    return image_layouts(graph_of(fast))  # type: ignore[return-value]
 
 
 def test_networks_of_grouped_convolutions_stay_as_they_are() -> None:
@@ -41,14 +39,14 @@ def test_networks_of_grouped_convolutions_stay_as_they_are() -> None:
 def test_pieces_hand_over_images_with_channels_last_and_results_as_the_model_has_them() -> None:
     model = Net()
     fast = df.compile(model, Each(RULES))
-    engine_of(fast).planner.lowerer.chains = False
+    set_chains(fast, False)
     x = randn(4, 4, 6, 6)
     with torch.no_grad():
         found, expected = fast(x), model(x)
     for f, e in zip(found, expected, strict=True):
         torch.testing.assert_close(f, e)
         assert f.stride() == e.stride()
-    (block,) = engine_of(fast).planner.lowerer.blocks._blocks[torch.device("cpu")]
+    (block,) = blocks_of(fast).blocks(torch.device("cpu"))
     (views,) = block.views.values()
     images = [v for v in views if v.dim() == 4]
     assert images and all(v.is_contiguous(memory_format=torch.channels_last) for v in images)

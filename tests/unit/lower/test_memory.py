@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -19,12 +18,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.api import engine_of
 from dynaflow.core.memory_layout import is_dense, span
 from dynaflow.core.plan import happens_before
 from dynaflow.lower.memory import ALIGNMENT, Use, plan_arena
-from dynaflow.runtime.arena import Arena, BlockPool, View
-from tests.helpers import Each, Scheduler, assert_equal, compiled, graph_of, randn, run_rest
+from tests.helpers import (
+    Each,
+    Scheduler,
+    assert_equal,
+    blocks_of,
+    compiled,
+    graph_of,
+    randn,
+    run_rest,
+    set_chains,
+    write_results,
+)
 
 X = randn(6, 5, 8)
 CPU = torch.device("cpu")
@@ -33,7 +41,7 @@ CPU = torch.device("cpu")
 def fast_of(model: Callable[..., Any], scheduler: df.OpSchedulerBase | None = None, **options: Any) -> df.CompiledModel:
     """Uncompiled operators, but written into buffers as compiled ones are."""
     fast = compiled(model, scheduler, **{"batch_dims": {"x": 0}, **options})
-    engine_of(fast).operators.writes_into = True
+    write_results(fast)
     return fast
 
 
@@ -233,8 +241,7 @@ def test_grad_mode_turned_on_inside_the_model() -> None:
     with torch.no_grad():
         for _ in range(2):
             assert_equal(fast(X), model(X))
-    blocks = engine_of(fast).planner.lowerer.blocks
-    assert not blocks._blocks.get(CPU), "what remembers how it was made has memory of its own"
+    assert not blocks_of(fast).blocks(CPU), "what remembers how it was made has memory of its own"
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -301,8 +308,8 @@ def test_second_batch_size_and_empty_features() -> None:
 
 
 def is_in_arena(fast: df.CompiledModel, tensor: Tensor) -> bool:
-    blocks = [b for found in engine_of(fast).planner.lowerer.blocks._blocks.values() for b in found]
-    return any(b.memory.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for b in blocks)
+    place = tensor.untyped_storage().data_ptr()
+    return any(b.memory.untyped_storage().data_ptr() == place for b in blocks_of(fast).blocks(CPU))
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -376,7 +383,7 @@ RESULTS = [_contiguous, _reshape, _reshape_and_more, _to, _views, _used_on, _ret
 @pytest.mark.parametrize("chains", [True, False])
 def test_results_stay_as_they_are(model: Callable[..., Any], split: Any, chains: bool) -> None:
     fast = fast_of(model, by_operator(split))
-    engine_of(fast).planner.lowerer.chains = chains
+    set_chains(fast, chains)
     with torch.no_grad():
         for x in (X, X[:1]):  # a batch of 1 is a graph of its own: there a reshape may be no copy
             if split is not None and len(x) == 1:
@@ -692,89 +699,12 @@ def test_arena_of_a_long_model_is_small() -> None:
     assert sum(v.input is None for v in graph_of(fast).values) == 16
 
 
-def test_views_of_a_block() -> None:
-    whole = View(offset=512, size=(4, 3), stride=(3, 1), dtype=torch.float32)
-    part = whole.narrow(0, 1, 2)
-    assert (part.offset, part.size, part.stride) == (512 + 12, (2, 3), (3, 1))
-    column = whole.narrow(1, 2, 1)
-    assert (column.offset, column.size, column.stride) == (512 + 8, (4, 1), (3, 1))
-    block = torch.zeros(512 + 48 + 3, dtype=torch.uint8)  # no multiple of the element's size
-    tensor = whole.of(block)
-    tensor.copy_(torch.arange(12.0).view(4, 3))
-    assert_equal(part.of(block), tensor[1:3])
-    assert_equal(column.of(block), tensor[:, 2:])
-    assert tensor.data_ptr() == block.data_ptr() + 512
-
-
 # --- blocks ---------------------------------------------------------------------------------------------------
-
-
-def arena(nbytes: int, pool: BlockPool) -> Arena:
-    return Arena((View(offset=0, size=(nbytes,), stride=(1,), dtype=torch.uint8),), nbytes, CPU, pool)
-
-
-def test_block_is_handed_to_one_run_at_a_time() -> None:
-    pool = BlockPool()
-    mine = arena(100, pool)
-    (block, first), (other, second) = mine.take(), mine.take()
-    assert block is not other and first[0].data_ptr() != second[0].data_ptr()
-    mine.give(block)
-    again, third = mine.take()
-    assert again is block and third[0] is first[0], "the views were cut once"
-    assert mine.take()[0] not in (block, other), "both are taken"
-
-
-def test_blocks_are_shared_by_plans_of_different_sizes() -> None:
-    pool = BlockPool()
-    small, large = arena(100, pool), arena(1000, pool)
-    block, _ = large.take()
-    large.give(block)
-    mine, views = small.take()
-    assert mine is block and views[0].numel() == 100
-    small.give(mine)
-    assert large.take()[0] is block
-
-
-def test_larger_block_takes_the_place_of_the_others() -> None:
-    pool = BlockPool()
-    small, large = arena(100, pool), arena(1000, pool)
-    block, _ = small.take()
-    small.give(block)
-    new, _ = large.take()
-    large.give(new)
-    assert pool._blocks[CPU] == [new]
-    assert small.take()[0] is new
-
-
-def test_smallest_block_that_fits_is_taken() -> None:
-    pool = BlockPool()
-    taken = [arena(n, pool).take()[0] for n in (3000, 1000, 2000)]
-    for block in taken:
-        pool.give(CPU, block)
-    assert arena(1500, pool).take()[0] is taken[2]
-
-
-def test_memory_taken_in_inference_mode_is_for_all_modes() -> None:
-    """Other modes can't save an inference tensor, nor always write one."""
-    with torch.inference_mode():
-        block, (view,) = arena(100, BlockPool()).take()
-    assert not block.memory.is_inference() and not view.is_inference()
-
-
-def test_views_go_with_their_plan() -> None:
-    pool = BlockPool()
-    mine = arena(100, pool)
-    block, _ = mine.take()
-    mine.give(block)
-    assert len(block.views) == 1
-    del mine
-    gc.collect()
-    assert not block.views
 
 
 def taken_blocks(fast: df.CompiledModel) -> list[Any]:
     """Fills with every block that a run takes."""
-    pool, found = engine_of(fast).planner.lowerer.blocks, []
+    pool, found = blocks_of(fast), []
     take = pool.take
 
     def watched(device: torch.device, nbytes: int) -> Any:
@@ -815,7 +745,7 @@ def test_block_comes_back_from_a_run_that_failed() -> None:
             ctx.execute([item], replace_func=fails)
 
     fast = fast_of(marked(torch.exp, torch.neg, torch.sin), Scheduler(schedule))
-    engine_of(fast).planner.lowerer.chains = False
+    set_chains(fast, False)
     found = taken_blocks(fast)
     with torch.no_grad():
         for broken in (False, True, False):

@@ -16,7 +16,7 @@ from dynaflow import _torch
 from dynaflow.api import engine_of
 from dynaflow.capture import op_registry
 from dynaflow.capture.op_registry import has_opaque_ops
-from dynaflow.lower.opaque_ops import in_turn, pieces_of
+from dynaflow.lower.opaque_ops import run_in_order, split_at_opaque
 from tests.helpers import Pinned
 
 SEEN: list[bool] = []
@@ -38,12 +38,9 @@ def _(out: Tensor, x: Tensor, y: Tensor) -> None:
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     SEEN.clear()
-    op_registry.opaque_ops("dynaflow_tests::look_outside")
-    with torch.no_grad():
+    with op_registry.declarations_restored(), torch.no_grad():
+        op_registry.opaque_ops("dynaflow_tests::look_outside")
         yield
-    op_registry._opaque -= {"dynaflow_tests::look_outside", "dynaflow_tests::look_and_return"}
-    op_registry._capturable.discard("dynaflow_tests::look_and_return")
-    op_registry._globs.pop("dynaflow_tests::look_outside", None)
 
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:
@@ -219,12 +216,12 @@ def traced(layers: int) -> fx.GraphModule:
 
 def test_pieces_are_the_graph_cut_where_something_is_left_alone() -> None:
     gm = traced(2)
-    pieces = pieces_of(gm)
-    assert [piece.alone for piece in pieces] == [False, True, False, True, False]
+    pieces = split_at_opaque(gm)
+    assert [piece.opaque for piece in pieces] == [False, True, False, True, False]
     nodes = [n for p in pieces for n in p.module.graph.nodes if n.op == "call_function"]
     assert len(nodes) == len([n for n in gm.graph.nodes if n.op == "call_function"])
     for piece in pieces:
-        assert has_opaque_ops(piece.module) == piece.alone
+        assert has_opaque_ops(piece.module) == piece.opaque
         for node in piece.writes:
             assert isinstance(node.meta["example_value"], Tensor), "no tuples, which compiled code does not return"
     assert has_opaque_ops(gm)
@@ -238,12 +235,12 @@ def test_what_a_tuple_holds_is_taken_out_where_it_was_made() -> None:
     first = graph.call_function(operator.getitem, (both, 0))
     graph.output((graph.call_function(torch.neg, (first,)), None, 7, first))
     gm = fx.GraphModule({}, graph)
-    before, alone, after = pieces_of(gm)
-    assert before.writes == (first,) and alone.alone and after.reads == (first,)
+    before, alone, after = split_at_opaque(gm)
+    assert before.writes == (first,) and alone.opaque and after.reads == (first,)
     value = torch.randn(4, 3)
     expected = -(value * value)[:2]
     calls = [lambda box, m=p.module: m(*box) for p in (before, alone, after)]
-    negative, nothing, seven, kept = in_turn(graph, [before, alone, after], calls)([value])
+    negative, nothing, seven, kept = run_in_order(graph, [before, alone, after], calls)([value])
     torch.testing.assert_close(negative, expected)
     assert nothing is None and seven == 7 and kept.data_ptr() == value.data_ptr()
 
@@ -261,7 +258,7 @@ def test_what_is_in_a_region_is_not_cut_off_from_it() -> None:
 
 def test_values_go_after_their_last_use() -> None:
     gm = traced(2)
-    pieces = pieces_of(gm)
+    pieces = split_at_opaque(gm)
     made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
@@ -279,6 +276,6 @@ def test_values_go_after_their_last_use() -> None:
 
     args = [torch.randn(n.meta["example_value"].shape) for n in gm.graph.find_nodes(op="placeholder")]
     given = [weakref.ref(arg) for arg in args]
-    in_turn(gm.graph, pieces, [watched(p.module) for p in pieces])(args)
+    run_in_order(gm.graph, pieces, [watched(p.module) for p in pieces])(args)
     assert args == [] and not any(ref() is not None for ref in given)
     assert max(alive) <= 4 < len(made), "not all that were made before"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -19,15 +20,16 @@ from torch import Tensor, nn
 import dynaflow as df
 from dynaflow.api import engine_of
 from dynaflow.engine import recorder
-from dynaflow.lower import lower
+from dynaflow.lower.compile_ops import Operators
 from dynaflow.lower.emit import emit, event_count
+from dynaflow.lower.passes import make_program
 from dynaflow.lower.segments import make_segments
 from dynaflow.lower.timing import make_marks
 from dynaflow.observe import recording as recordings
 from dynaflow.observe.document import Document
 from dynaflow.observe.page import page
 from dynaflow.observe.readers import of_trace, read
-from tests.helpers import STACK_RULES, Each, Stack, compiled, pretend_graphs, randn
+from tests.helpers import STACK_RULES, Each, Stack, compiled, lowered_of, pretend_graphs, randn, ready_for
 from tests.unit.lower.test_shape_polymorphic import CUTS, Stretching
 from tests.zoo import ZOO
 
@@ -68,17 +70,13 @@ def line() -> tuple[Any, Any, Tensor]:
     return model, fast, randn(6, 16)
 
 
-def plans_of(fast: Any) -> list[Any]:
-    return list(engine_of(fast).planner.cache.plans.values())
-
-
 # Off and on
 
 
 def test_off_runs_the_very_same_function(line: Any) -> None:
     """What a plan runs outside of a recording is the object that it ran before: that is why off costs nothing."""
     model, fast, x = line
-    (lowered,) = plans_of(fast)
+    (lowered,) = lowered_of(fast)
     source = lowered.plan.code
     before = (lowered, lowered.entry.call, lowered.code, lowered.code.run, lowered.code.run.__code__)
     with torch.no_grad():
@@ -86,7 +84,7 @@ def test_off_runs_the_very_same_function(line: Any) -> None:
             torch.testing.assert_close(fast(x), model(x))
         assert recorder.now is None and len(recording.calls) == 1
         torch.testing.assert_close(fast(x), model(x))
-    (lowered,) = plans_of(fast)
+    (lowered,) = lowered_of(fast)
     after = (lowered, lowered.entry.call, lowered.code, lowered.code.run, lowered.code.run.__code__)
     assert all(a is b for a, b in zip(before, after, strict=True))
     assert lowered.plan.code == source and "marks" not in source and "clock" not in source
@@ -98,7 +96,7 @@ def test_the_code_that_marks_calls_the_same_operators(line: Any) -> None:
     compiled_before = fast.stats.operators_compiled
     with torch.no_grad(), df.record():
         fast(x)
-    (lowered,) = plans_of(fast)
+    (lowered,) = lowered_of(fast)
     marked = lowered.marked()
     assert fast.stats.operators_compiled == compiled_before and fast.stats.plans == 1
     own = [text.strip() for text in lowered.code.source.splitlines()]
@@ -180,19 +178,25 @@ def test_one_at_a_time(line: Any) -> None:
     assert len(recording.calls) == 1
     with torch.no_grad(), df.record() as again:
         fast(x)
-    assert len(again.calls) == 1 and again.calls[0].begin < 1.0
+    (call,) = again.calls
+    assert 0 <= call.begin < call.end <= again.ended - again.began, "counted from the start of the recording"
 
 
 def test_an_error_leaves_all_as_before(line: Any) -> None:
     model, fast, x = line
     with torch.no_grad():
-        with pytest.raises(ZeroDivisionError), df.record() as recording:
-            fast(x)
-            raise ZeroDivisionError
+        recording = record_and_fail(fast, x)
         assert recorder.now is None and len(recording.calls) == 1
         with df.record() as again:
             torch.testing.assert_close(fast(x), model(x))
         assert len(again.calls) == 1
+
+
+def record_and_fail(fast: Any, x: Tensor) -> Any:
+    with contextlib.suppress(ZeroDivisionError), df.record() as recording:
+        fast(x)
+        raise ZeroDivisionError
+    return recording
 
 
 def test_a_call_that_fails_is_no_call() -> None:
@@ -243,7 +247,7 @@ def test_two_models_and_two_threads() -> None:
 def test_a_model_that_is_gone_is_not_taken_for_the_next(line: Any) -> None:
     """Which may well have its address."""
     _, fast, x = line
-    marked = engine_of(fast).planner.marked(plans_of(fast)[0])
+    marked = engine_of(fast).planner.marked(lowered_of(fast)[0])
     with torch.no_grad():
         given = arguments(fast, x)
 
@@ -317,13 +321,13 @@ def test_a_plan_that_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launches_of_one_graph_have_one_set_of_times(line: Any) -> None:
     """A real graph fills the marks that it was captured with, again at each launch."""
     _, fast, _ = line
-    (lowered,) = plans_of(fast)
+    (lowered,) = lowered_of(fast)
     marks = replace(engine_of(fast).planner.marked(lowered).marks, own=True)
     moments = [float(i) for i in range(marks.count)]
     owner = weakref.ref(engine_of(fast).planner)
     with df.record() as recording:
-        calls = [recordings._Raw(marks, moments, i, i + 1.0, "thread", "Line", owner, None) for i in range(3)]
-        recording._raw[marks.key] = deque(calls)
+        calls = [recordings.RawCall(marks, moments, i, i + 1.0, "thread", "Line", owner, None) for i in range(3)]
+        recording.raw_calls[marks.key] = deque(calls)
     assert [bool(call.spans) for call in recording.calls] == [False, False, True]
     assert f"2 without the times of tasks: {recordings.LAST_LAUNCH_ONLY}" in str(recording)
     assert recording.plans[0].median is recording.calls[-1]
@@ -338,24 +342,31 @@ def test_calls_without_times_count_for_what_took_most() -> None:
 def test_both_sides_of_a_speed_up_are_medians() -> None:
     """The same one: not the faster of two calls against the slower."""
     fast = compiled(Line(), Lanes())
-    recording = made_up([(6, [1.0, 3.0])], fast)
-    fast.set_scheduler(Lanes(0))
-    sequence = made_up([(6, [1.0, 3.0])], fast)
-    recording._plans += sequence._plans
+    x = randn(6, 16)
+    with torch.no_grad(), df.record() as recording:
+        fast(x)
+        fast.set_scheduler(Lanes(0))
+        fast(x)
+    for plan in recording.plans:
+        set_times(plan, [1.0, 3.0])
     assert recording.report().speedup == 1.0
 
 
-def made_up(sizes: list[tuple[int, list[float | None]]], fast: Any = None) -> Any:
+def made_up(sizes: list[tuple[int, list[float | None]]]) -> Any:
     """A recording of calls that took so many seconds, by the size of their batch."""
-    fast = compiled(Line(), Lanes()) if fast is None else fast
+    fast = compiled(Line(), Lanes())
     with torch.no_grad(), df.record() as recording:
         for size, _ in sizes:
             fast(randn(size, 16))
-    for plan, (_, times) in zip(recording._plans, sizes, strict=True):
-        (call,) = plan.calls
-        spans = [() if t is None else ((0.0, t),) * len(call.spans) for t in times]
-        plan.calls = tuple(replace(call, spans=s) for s in spans)
+    for plan, (_, times) in zip(recording.plans, sizes, strict=True):
+        set_times(plan, times)
     return recording
+
+
+def set_times(plan: Any, times: list[float | None]) -> None:
+    (call,) = plan.calls
+    spans = [() if t is None else ((0.0, t),) * len(call.spans) for t in times]
+    plan.calls = tuple(replace(call, spans=s) for s in spans)
 
 
 # On CUDA, as far as it can be told without
@@ -384,12 +395,11 @@ class Mark:
 
 def cuda_code(fast: Any, x: Tensor, segmented: bool = False) -> tuple[Any, ...]:
     with torch.no_grad():
-        ready = fast._ready((x,), {})
-    job = lower._Job(plan=ready.plan, graph=ready.graph, sizes=ready.trials.plan().values, functions={}, chains=True)
-    lowerer = engine_of(fast).planner.lowerer
-    program, plan = lowerer._program(job, pieces=True) if segmented else lowerer._program(job)
+        ready = ready_for(fast, x)
+    plan, graph, sizes = ready.plan, ready.graph, ready.trials.plan().values
+    program = make_program(plan, graph, sizes, Operators("eager"), {}, pieces=segmented)
     segments = make_segments(program, frozenset()) if segmented else ()
-    marks = make_marks(plan, ready.graph, job.sizes, program, segments)
+    marks = make_marks(plan, graph, sizes, program, segments)
     return emit(program, cuda=True, hook=False, segments=segments, marks=marks), marks, ready.trials.args, program
 
 
@@ -424,23 +434,23 @@ def test_events_become_spans_by_the_hosts_clock(line: Any, monkeypatch: pytest.M
     device = torch.device("cuda")
     marks = replace(marks, device=device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setitem(recordings._events, device, [])
+    monkeypatch.setitem(recordings.spare_events, device, [])
     moments = [Mark("m", [], 2000.0 + i) for i in range(marks.count)]
     owner = weakref.ref(engine_of(fast).planner)
     with df.record() as recording:
-        recording._clock_events[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
-        recording._raw[marks.key] = deque([recordings._Raw(marks, moments, 1.0, 2.0, "t", "Line", owner, 7)])
+        recording.clock_events[device] = (Mark("base", [], 1000.0), recording.began + 0.5)
+        recording.raw_calls[marks.key] = deque([recordings.RawCall(marks, moments, 1.0, 2.0, "t", "Line", owner, 7)])
     (call,) = recording.calls
     assert call.spans == tuple((pytest.approx(1.5 + a / 1e3), pytest.approx(1.5 + b / 1e3)) for a, b in marks.spans)
-    assert recordings._events[device] == moments and recordings._take_events(2, device) == moments[-2:]
+    assert recordings.spare_events[device] == moments and recordings.take_events(2, device) == moments[-2:]
 
 
 def test_a_recording_ends_while_a_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the first one on its device."""
     with df.record() as recording:
-        late = lambda device: recording._clock_events.setdefault(torch.device("cuda", 1), (None, 0.0))  # noqa: E731
+        late = lambda device: recording.clock_events.setdefault(torch.device("cuda", 1), (None, 0.0))  # noqa: E731
         monkeypatch.setattr(torch.cuda, "synchronize", late)
-        recording._clock_events[torch.device("cuda", 0)] = (None, 0.0)
+        recording.clock_events[torch.device("cuda", 0)] = (None, 0.0)
     assert recording.calls == ()
 
 
@@ -606,7 +616,7 @@ def test_a_report_hears_nothing_of_other_models(line: Any) -> None:
 
 def test_calls_in_a_row_compute_the_same(line: Any) -> None:
     model, fast, x = line
-    (lowered,) = plans_of(fast)
+    (lowered,) = lowered_of(fast)
     row = engine_of(fast).planner.marked(lowered, row=True)
     with torch.no_grad(), df.record() as recording:
         (found,) = recording.run(row, [*arguments(fast, x)], engine_of(fast).planner)
@@ -617,7 +627,7 @@ def test_calls_in_a_row_compute_the_same(line: Any) -> None:
 
 
 def arguments(fast: Any, x: Tensor) -> Any:
-    return fast._ready((x,), {}).trials.args
+    return ready_for(fast, x).trials.args
 
 
 def test_what_a_report_runs_leaves_no_trace() -> None:

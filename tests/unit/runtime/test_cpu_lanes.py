@@ -18,7 +18,7 @@ from dynaflow.core.plan import Lane
 from dynaflow.lower.compile_ops import Operators
 from dynaflow.lower.emit import emit
 from dynaflow.lower.passes import make_program
-from dynaflow.runtime.sm_partitions import CtypesDriver, _Resource, carve
+from dynaflow.runtime.sm_partitions import CtypesDriver, Resource, carve
 from dynaflow.schedule.check import check
 from tests.helpers import STACK_RULES, Scheduler, Stack, compiled, graph_of, randn, run_rest
 
@@ -136,8 +136,8 @@ def test_shares_are_positive() -> None:
     fast = compiled(Stack(), Scheduler(lanes_of(), STACK_RULES))
     with torch.no_grad():
         plan = fast.plan(X)
+    lanes = [replace(lane, sms=0) if lane.name == "memory" else lane for lane in plan.lanes]
     with pytest.raises(df.PlanError, match="lane 'memory' has a share of 0 SMs"):
-        lanes = [replace(lane, sms=0) if lane.name == "memory" else lane for lane in plan.lanes]
         check(replace(plan, lanes=tuple(lanes)), graph_of(fast), 6)
 
 
@@ -347,9 +347,9 @@ def test_a_lane_with_all_sms_has_no_partition(shares: tuple[int | None, ...], gr
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ((100, 48, None), r"lanes lane0 \(100 SMs\), lane1 \(48 SMs\), lane2 ask for 148 SMs .* the device has 132"),
-        ((64, 68, None), r"lane 'lane2' is to have what the others leave, but 0 SMs .*lane0 64, lane1 68"),
-        ((60, 70), r"lane 'lane1' is to have 70 SMs, but 68 SMs are left \(granted so far: lane0 64\)"),
+        ((100, 48, None), r"lanes lane0 \(100 SMs\), lane1 \(48 SMs\), lane2 request 148 SMs .* the device has 132"),
+        ((64, 68, None), r"lane 'lane2' requests what the others leave, but 0 SMs .*lane0 64, lane1 68"),
+        ((60, 70), r"lane 'lane1' requests 70 SMs, but 68 SMs are left \(granted so far: lane0 64\)"),
         ((64, 66), r"lane 'lane1' .*cuDevSmResourceSplitByCount failed \(915\)"),
     ],
 )
@@ -416,8 +416,8 @@ class FakeLibrary:
 
 def test_ctypes_stand_in() -> None:
     """The same partitions without cuda.bindings; and the struct is as in the header."""
-    assert ctypes.sizeof(_Resource) == 144
-    assert _Resource.sm.offset == 96
+    assert ctypes.sizeof(Resource) == 144
+    assert Resource.sm.offset == 96
     library = FakeLibrary()
     parts = carve(CtypesDriver(library), 0, lanes(24, 48, None))
     assert [p.sms for p in parts] == [24, 48, 60]

@@ -11,7 +11,7 @@ from torch import nn
 import dynaflow as df
 from dynaflow.core.stats import Stats
 from dynaflow.runtime import cuda_graphs
-from dynaflow.runtime.cuda_graphs import GraphPool, _once
+from dynaflow.runtime.cuda_graphs import GraphPool, without_repeats
 from tests.helpers import Each, assert_equal, compiled, pretend_graphs, randn
 
 
@@ -24,7 +24,7 @@ class Captured:
 
 
 def test_what_was_not_used_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     pool = GraphPool(Stats())
     one, two, three = Captured(), Captured(), Captured()
     for graphed in (one, two, one, three):
@@ -37,7 +37,7 @@ def test_a_plan_that_is_gone_keeps_no_graph() -> None:
     graphed = Captured()
     pool.used(graphed)  # type: ignore[arg-type]
     del graphed
-    assert not list(pool._kept)
+    assert not pool.graphs
 
 
 class Moving:
@@ -58,33 +58,34 @@ class Moving:
 
 
 def test_graphs_of_a_few_places_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    moving = Moving(monkeypatch, cuda_graphs.PLACES + 1)
-    every = range(cuda_graphs.PLACES)
-    assert moving(*every) == cuda_graphs.PLACES
-    assert moving(*every, *reversed(every)) == cuda_graphs.PLACES
-    assert moving(cuda_graphs.PLACES) == cuda_graphs.PLACES + 1  # now the one that was not used for longest is gone
-    assert moving(*every[:-1]) == cuda_graphs.PLACES + 1
-    assert moving(cuda_graphs.PLACES - 1) == cuda_graphs.PLACES + 2
+    moving = Moving(monkeypatch, cuda_graphs.MAX_PLACES + 1)
+    every = range(cuda_graphs.MAX_PLACES)
+    assert moving(*every) == cuda_graphs.MAX_PLACES
+    assert moving(*every, *reversed(every)) == cuda_graphs.MAX_PLACES
+    assert moving(cuda_graphs.MAX_PLACES) == cuda_graphs.MAX_PLACES + 1  # the least recently used one is gone
+    assert moving(*every[:-1]) == cuda_graphs.MAX_PLACES + 1
+    assert moving(cuda_graphs.MAX_PLACES - 1) == cuda_graphs.MAX_PLACES + 2
 
 
 def test_captures_go_on_while_they_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = 2 * cuda_graphs.CAPTURES
+    many = 2 * cuda_graphs.MAX_CAPTURES
     moving = Moving(monkeypatch, many)
     for place in range(many):
-        assert moving(*[place] * cuda_graphs.USEFUL) == place + 1
+        assert moving(*[place] * cuda_graphs.MIN_REPLAYS) == place + 1
     assert not moving.fast.stats.capture_failures
-    moving(*range(cuda_graphs.CAPTURES))
+    moving(*range(cuda_graphs.MAX_CAPTURES))
     assert not moving.fast.stats.capture_failures
     with pytest.warns(UserWarning, match="elsewhere in memory too often"):
         moving(many - 5)
-    assert moving.fast.stats.captures == many + cuda_graphs.CAPTURES and len(moving.fast.stats.capture_failures) == 1
+    stats = moving.fast.stats
+    assert stats.captures == many + cuda_graphs.MAX_CAPTURES and len(stats.capture_failures) == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 1), (1, 1)])
 def test_expanded_inputs_are_copied_once(shape: tuple[int, int]) -> None:
     given = randn(*shape).expand(3, 4)
     buffer = torch.empty_strided(given.size(), given.stride())
-    _once(buffer).copy_(_once(given))
+    without_repeats(buffer).copy_(without_repeats(given))
     torch.testing.assert_close(buffer, given)
 
 
@@ -112,10 +113,10 @@ def test_results_share_memory_as_they_do_in_the_graph(copy: bool, monkeypatch: p
         of_input = torch.view_as_real(x)[2:], x[1:].conj(), x[:, 1]
         return made[1:, 2:], made.t()[3], complex, made[0:0], torch.ones(3).expand(2, 3), *of_input, 7
 
-    monkeypatch.setattr(cuda_graphs, "_record", lambda graph, function, args, stream, pool: function(args))
+    monkeypatch.setattr(cuda_graphs, "record_graph", lambda graph, function, args, stream, pool: function(args))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     one, other = (torch.complex(randn(9, 4), randn(4, 9).t())[i : i + 5] for i in (1, 3))
-    graph = cuda_graphs._Graph(function, [one], [0], [], None, None, [])  # type: ignore[arg-type]
+    graph = cuda_graphs.GraphCapture(function, [one], [0], [], None, None, [])  # type: ignore[arg-type]
     expected, found = function([other]), graph.results([other], copy)
     assert_equal(found, expected)
     for results in (expected, found):
@@ -132,9 +133,9 @@ def test_a_result_that_comes_twice_is_one_tensor(monkeypatch: pytest.MonkeyPatch
         y = args[0] + 1
         return y, y
 
-    monkeypatch.setattr(cuda_graphs, "_record", lambda graph, function, args, stream, pool: function(args))
+    monkeypatch.setattr(cuda_graphs, "record_graph", lambda graph, function, args, stream, pool: function(args))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    graph = cuda_graphs._Graph(function, [randn(3)], [0], [], None, None, [])  # type: ignore[arg-type]
+    graph = cuda_graphs.GraphCapture(function, [randn(3)], [0], [], None, None, [])  # type: ignore[arg-type]
     for copy in (False, True):
         one, other = graph.results([randn(3)], copy)
         assert one is other

@@ -363,7 +363,7 @@ def test_schedulers_that_cut_alike_share_the_partition() -> None:
 
 
 def test_of_many_ways_to_cut_a_graph_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynaflow.engine.analyzed_graph.CUTS_KEPT", 2)
+    monkeypatch.setattr("dynaflow.engine.analyzed_graph.MAX_PARTITIONS", 2)
     model = Stack()
     fast = compiled(model, Each(STACK_RULES))
     fast(X)
@@ -662,9 +662,10 @@ def test_items_of_another_context_are_refused() -> None:
 
 
 def test_a_bounded_number_of_plans_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynaflow.engine.plan_cache.MOST", 2)
+    monkeypatch.setattr("dynaflow.engine.plan_cache.MAX_ENTRIES", 2)
     scheduler = Each(STACK_RULES)
-    fast = compiled(Stack(), scheduler)
+    model = Stack()
+    fast = compiled(model, scheduler)
     for batch in (4, 5, 6, 6, 5, 4):
-        assert_equal(fast(randn(batch, 8)), fast._model(randn(batch, 8)))
+        assert_equal(fast(randn(batch, 8)), model(randn(batch, 8)))
     assert scheduler.calls == 4, "the first plan made room for the third, and is made again"

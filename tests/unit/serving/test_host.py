@@ -17,7 +17,7 @@ from dynaflow.capture import op_registry
 from dynaflow.serving.host import ROW_AWARE, HostedGraph, RaggedBatch, SerializableGraph, inject_row_ranges
 from dynaflow.serving.scheduler import Serving, serving
 from dynaflow.strategies.auto import Auto
-from tests.helpers import Each, count_elastic
+from tests.helpers import Each, count_elastic, graph_of, notes_of
 
 MOST = 3
 
@@ -73,7 +73,7 @@ class Graph(SerializableGraph):
         options = {"scheduler": server.scheduler, "operators": server.operators}
         source = inject_row_ranges(gm, inputs, server.asks, within)
         assert source is not None
-        engine = api._engine(None, {**options, "facts": lambda: System.batch.facts, "batch_dims": source.dims})
+        engine = api.new_engine(None, {**options, "facts": lambda: System.batch.facts, "batch_dims": source.dims})
         server.hosted.append(HostedGraph(engine.backend(gm, inputs), source, engine))
         return server.hosted[-1]
 
@@ -128,12 +128,10 @@ class Server:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    known = dict(op_registry._globs)
     System.numbers, System.batch = torch.zeros(0), None  # type: ignore[assignment]
     System.batch = Step(2, [1, 1])
-    yield
-    op_registry._globs.clear()
-    op_registry._globs.update(known)
+    with op_registry.declarations_restored():
+        yield
 
 
 @pytest.mark.parametrize("operators", ["eager", "inductor"])
@@ -147,7 +145,8 @@ def test_operators_find_what_belongs_to_their_rows(operators: str) -> None:
     (hosted,) = server.hosted
     assert hosted in HostedGraph.alive
     assert hosted.stats.runs == 5 and len(hosted.plans) >= 3
-    assert any(name.startswith(ROW_AWARE) for name in op_registry._globs)
+    told = getattr(torch.ops, ROW_AWARE)
+    assert all(op_registry.by_rows_of(getattr(told, name).default) is not None for name in told)
 
 
 def beside(x: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ def test_rows_may_be_on_another_dim() -> None:
     assert server.serve([3, 3]) == [3, 3]
     assert server.serve([1, 5, 2, 4]) == [6, 6]
     (hosted,) = server.hosted
-    (graph,) = hosted.engine.planner.cache.graphs.values()
+    graph = graph_of(hosted.engine)
     assert not hosted.stats.plain_graphs and all(op.splittable for op in graph.ops)
 
 
@@ -227,8 +226,8 @@ def test_torch_reads_each_source_of_a_kept_graph_once(monkeypatch: pytest.Monkey
         sources.inlined_sources.add(code.co_name)
 
     monkeypatch.setattr(SourceInfo, "add_code", add_code)
-    _torch.each_source_once()
-    _torch.each_source_once()
+    _torch.cache_traced_sources()
+    _torch.cache_traced_sources()
     first, second = SourceInfo(set()), SourceInfo(set())
     for code in (model.__code__, within.__code__, model.__code__, model.__code__):
         first.add_code(code)
@@ -357,8 +356,7 @@ def test_auto_does_not_guess_what_a_systems_operators_do() -> None:
     server = Server(serving(Auto(seconds=0.0), MOST))
     assert server.serve([3, 3, 3]) == []
     (hosted,) = server.hosted
-    (choice,) = hosted.engine.planner.cache.choices.values()
-    note = choice.note
+    (note,) = notes_of(hosted.engine)
     assert note.chosen == "sequential" and "can't be predicted" in str(note)
     assert hosted.stats.scheduler_calls == 1, "no candidate was asked for a plan"
 

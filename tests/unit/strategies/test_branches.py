@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.api import engine_of
 from dynaflow.strategies.branches import CUTS, Branches
 from tests import zoo
-from tests.helpers import Stack, compiled, randn, run_both
+from tests.helpers import Stack, compiled, randn, run_both, write_results
 from tests.zoo import ZOO
 
 
@@ -107,7 +106,7 @@ def test_branches_of_a_block_run_beside_each_other() -> None:
 def test_branches_write_into_planned_buffers() -> None:
     model, x = ZOO["branch_cnn"].build(), ZOO["branch_cnn"].inputs(3)["x"]
     fast = compiled(model, Branches(), verify=True)
-    engine_of(fast).operators.writes_into = True
+    write_results(fast)
     with torch.no_grad():
         for inputs in (x, x[:2], x):
             torch.testing.assert_close(fast(inputs), model(inputs), rtol=1e-4, atol=1e-4)

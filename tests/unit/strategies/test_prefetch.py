@@ -10,11 +10,23 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.api import engine_of
 from dynaflow.strategies.branches import Branches
 from dynaflow.strategies.nanoflow import NanoFlow
 from dynaflow.strategies.prefetch import Prefetch
-from tests.helpers import STACK_RULES, Each, Scheduler, Stack, compiled, graph_of, parts_of, randn, run_both, run_rest
+from tests.helpers import (
+    STACK_RULES,
+    Each,
+    Scheduler,
+    Stack,
+    compiled,
+    graph_of,
+    lowered_of,
+    parts_of,
+    randn,
+    run_both,
+    run_rest,
+    write_results,
+)
 from tests.zoo import ZOO
 
 FETCH = torch.ops.dynaflow.fetch.default
@@ -255,7 +267,7 @@ def test_the_arena_holds_what_is_alive_and_no_more(inner: df.OpSchedulerBase | N
     sizes = []
     for ahead in (0, 1, 11):
         fast = compiled(model, Prefetch(inner, ahead), verify=True)
-        engine_of(fast).operators.writes_into = True
+        write_results(fast)
         with torch.no_grad():
             for batch in (x, x[:3], x):
                 torch.testing.assert_close(fast(batch), model(batch))
@@ -269,7 +281,7 @@ def test_the_arena_holds_what_is_alive_and_no_more(inner: df.OpSchedulerBase | N
 
 def graph_code(fast: df.CompiledModel) -> list[str]:
     """What the operators of the last plan call."""
-    lowered = list(engine_of(fast).planner.cache.plans.values())[-1]
+    lowered = lowered_of(fast)[-1]
     assert lowered.code is not None
     calls = [f.__self__ for f in lowered.code.names.values() if isinstance(getattr(f, "__self__", None), nn.Module)]
     return [call.code for call in calls]
@@ -290,7 +302,7 @@ def test_llama_in_two_micro_batches() -> None:
     model, inputs = ZOO["llama"].build(), ZOO["llama"].inputs(4)
     df.offload(model, "cpu", "model.layers.*", at_least=512)
     fast = compiled(model, Prefetch(NanoFlow()), verify=True, fullgraph=True)
-    engine_of(fast).operators.writes_into = True
+    write_results(fast)
     with torch.no_grad():
         for batch in (4, 6, 4):
             inputs = ZOO["llama"].inputs(batch)
@@ -376,11 +388,12 @@ def test_choice_and_bucket_of_the_inner_scheduler_count() -> None:
     def choice(ctx: df.ScheduleContext) -> df.OpSchedulerBase:
         return Padded(split=2) if ctx.batch_size > 4 else df.Sequential()
 
-    fast = compiled(df.offload(Deep(), "cpu"), Prefetch(df.choose(choice)))
+    model = df.offload(Deep(), "cpu")
+    fast = compiled(model, Prefetch(df.choose(choice)))
     with torch.no_grad():
         for batch, parts in ((7, 2), (8, 2), (3, 1)):
             x = randn(batch, 64)
-            torch.testing.assert_close(fast(x), fast._model(x))
+            torch.testing.assert_close(fast(x), model(x))
             plan = fast.plan(x)
             assert len(plan.micro_batches) == parts and plan.batch_size == (8 if parts == 2 else batch)
 

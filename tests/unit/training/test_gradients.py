@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.api import engine_of
-from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, randn
+from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, plans_of, randn
 from tests.zoo import ZOO, to
 
 Gradients = dict[str, Tensor]
@@ -440,7 +440,7 @@ def test_a_model_that_counts_its_calls_is_scheduled() -> None:
         torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
         assert calls is model.calls
     assert not fast.stats.plain_graphs
-    assert any(len(plan.micro_batches) == 2 for plan in engine_of(fast).planner.plans())
+    assert any(len(plan.micro_batches) == 2 for plan in plans_of(fast))
 
 
 @pytest.mark.filterwarnings("error:.*can't be traced")

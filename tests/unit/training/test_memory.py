@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import dynaflow as df
-from dynaflow.api import engine_of
 from dynaflow.engine.runner import GraphRunner
-from tests.helpers import Each, compiled
+from tests.helpers import Each, compiled, plans_of
 from tests.unit.training.test_gradients import assert_same, gradients
 
 ROWS, WIDTH, LAYERS = 6, 24, 4
@@ -134,5 +133,5 @@ def test_copies_on_the_host_go_as_well(split: int | None, operators: Any, watche
     for _ in range(2):
         assert_same(gradients(model, fast, {"x": x}), expected)
     assert len(watched.found) == 2 and watched.found[0] == watched.found[1] == (0, LAYERS + 1)
-    backward = engine_of(fast).planner.plans()[1]
+    backward = plans_of(fast)[1]
     assert "fetch" in backward.code and "new_b" not in backward.code, "fetched to memory that stays until the end"

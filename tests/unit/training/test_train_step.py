@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import dynaflow as df
 from tests.helpers import CUTS, STACK_RULES, Each, Stack
 from tests.unit.training.test_gradients import Gradients, assert_same
-from tests.zoo import ZOO, _ids
+from tests.zoo import ZOO, ids_of
 
 EXACT = 1e-9
 
@@ -138,7 +138,7 @@ def labelled(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """The labels that count are spread unevenly over the rows."""
     inputs = ZOO[name].inputs(6)
     inputs.pop("decoder_input_ids", None)
-    labels = inputs["input_ids"].clone() if name == "llama" else _ids(6, 7, torch.Generator().manual_seed(3))
+    labels = inputs["input_ids"].clone() if name == "llama" else ids_of(6, 7, torch.Generator().manual_seed(3))
     labels[0, 1:] = labels[1, :3] = labels[4, 5:] = -100
     return ZOO[name].build().double(), {**inputs, "labels": labels}
 
@@ -165,7 +165,7 @@ def test_other_results_have_no_gradients(kind: Callable[..., Any]) -> None:
         """How many inputs each pass has."""
 
         def schedule(self, ctx: df.ScheduleContext) -> Any:
-            self.count = {**getattr(self, "count", {}), ctx.phase: len(ctx._graph.graph.inputs)}
+            self.count = {**getattr(self, "count", {}), ctx.phase: len(ctx.graph.graph.inputs)}
             return super().schedule(ctx)
 
     schedulers = [Given() for _ in range(3)]
@@ -218,7 +218,7 @@ def test_what_cant_be_split_is_refused() -> None:
         step(1.0, 2.0)
     with pytest.raises(df.SplitError, match="'x' has tensors inside"):
         step([x, x], y)
-    with pytest.raises(df.SplitError, match=r"no scalar, but a tensor of shape \[2, 3\]"):
+    with pytest.raises(df.SplitError, match=r"not a scalar but a tensor of shape \[2, 3\]"):
         step_of(model)(x)
     with pytest.raises(df.SplitError, match="in_flight=0"):
         step_of(model, in_flight=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -15,19 +15,39 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from dynaflow.api import engine_of
-from dynaflow.engine.snapshot import Snapshot
 from dynaflow.tune.decision import Attempt, Decision
 from dynaflow.tune.measure import Timing, side_by_side, timings
 from dynaflow.tune.solver import Job, list_schedule, solve
-from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, graph_of, randn
+from tests.helpers import STACK_RULES, Each, Stack, assert_equal, compiled, randn
 
 X = randn(6, 8)
+
+
+class Time:
+    """Stands for the module `time`: it only passes where a caller rests. Lanes of their own rest meanwhile."""
+
+    def __init__(self) -> None:
+        self.now, self.rests = 0.0, 0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-7  # nothing takes no time at all
+        return self.now
+
+    def rest(self, seconds: float) -> None:
+        self.rests += 1
+        if not threading.current_thread().name.startswith("dynaflow-lane"):
+            self.now += seconds
+
+
+clock = Time()
 
 
 @pytest.fixture(autouse=True)
 def _no_grad(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("DYNAFLOW_CACHE", "1")
     monkeypatch.setenv("DYNAFLOW_CACHE_DIR", str(tmp_path))
+    for module in ("clock", "measure", "tuner"):
+        monkeypatch.setattr(f"dynaflow.tune.{module}.time", clock)
     with torch.no_grad():
         yield
 
@@ -35,7 +55,7 @@ def _no_grad(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @torch.library.custom_op("dynaflow_tests::rest", mutates_args=())
 def rest(x: Tensor, seconds: float) -> Tensor:
     """Takes time and no processor, as a copy or a message does."""
-    time.sleep(seconds)
+    clock.rest(seconds)
     return x.clone()
 
 
@@ -65,12 +85,12 @@ class Beside(df.OpSchedulerBase):
 
 
 def slower(x: Tensor) -> Tensor:
-    time.sleep(0.02)
+    clock.rest(0.02)
     return x.clone()
 
 
 class Slow(Beside):
-    """In sequence, and something slower in place of an operator: far worse, however loaded the machine is."""
+    """In sequence, and something slower in place of an operator."""
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         while ops := ctx.get_ready_ops():
@@ -99,7 +119,8 @@ def test_auto_takes_what_is_faster() -> None:
     decision = fast.explain(X).decision
     assert decision.chosen == "Beside()", str(decision)
     found = {t.name: t for t in decision.tried}
-    assert found["Beside()"].measured.ratio < 0.75
+    assert found["Beside()"].measured.ratio == pytest.approx(0.5, rel=0.01)
+    assert "Slow()" not in found or found["Slow()"].measured is None or found["Slow()"].measured.ratio > 1
     assert found["sequential"].measured is not None
     assert {t.lane for t in fast.plan(X).tasks} == {"main", "other"}
     assert "Beside()" in str(fast.explain(X)) and "against sequence" in str(fast.explain(X))
@@ -122,15 +143,17 @@ def test_auto_leaves_no_trace() -> None:
     assert_equal(found, 2 * X + 2)
 
 
-def test_auto_remembers() -> None:
-    options = {"seconds": 5.0, "among": [Beside()]}
+def test_auto_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = []
+    monkeypatch.setattr("dynaflow.tune.tuner.side_by_side", lambda *a, **k: races.append(1) or side_by_side(*a, **k))
+    options = {"seconds": 5.0, "among": [Slow(), Beside()]}
     first = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
     first(X)
+    assert len(races) == 2
     again = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
-    start = time.perf_counter()
     decision = again.explain(X).decision
     assert decision.tried == first.explain(X).decision.tried, "from disk"
-    assert time.perf_counter() - start < 5.0
+    assert len(races) == 3, "whether the winner still is one"
     assert not again.plan(X).sequential
 
 
@@ -142,15 +165,15 @@ def test_auto_does_not_believe_what_no_longer_holds() -> None:
     from dynaflow.tune import tuner
 
     wrong = Decision(chosen="Slow()", why="measured", tried=decision.tried)
-    keys = list(_keys_of(tuner._store))
+    keys = list(_keys_of(tuner.store))
     assert len(keys) == 1
-    kept = tuner._store.get
+    kept = tuner.store.get
     try:
-        tuner._store.get = lambda key: wrong.to_json()  # type: ignore[method-assign]
+        tuner.store.get = lambda key: wrong.to_json()  # type: ignore[method-assign]
         again = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
         assert again.explain(X).decision.chosen == "sequential"
     finally:
-        tuner._store.get = kept  # type: ignore[method-assign]
+        tuner.store.get = kept  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -158,7 +181,7 @@ def test_auto_whose_time_is_up(timed: bool, monkeypatch: pytest.MonkeyPatch) -> 
     """What was timed operator by operator is compiled: the best of that still runs once. Else nothing is decided."""
     from dynaflow.tune import tuner
 
-    profile = tuner.Tuner._profile
+    profile = tuner.Tuner.time_operators
 
     def slow(self: Any, found: Any) -> None:
         if timed:
@@ -167,7 +190,7 @@ def test_auto_whose_time_is_up(timed: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     options = {"seconds": 5.0, "most": 1, "among": [Slow(), Beside()]}
     with monkeypatch.context() as patched:
-        patched.setattr(tuner.Tuner, "_profile", slow)
+        patched.setattr(tuner.Tuner, "time_operators", slow)
         first = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
         decision = first.explain(X).decision
     measured = {t.name for t in decision.tried if t.measured}
@@ -182,12 +205,12 @@ def test_operators_are_timed_only_to_choose_what_is_measured(monkeypatch: pytest
     from dynaflow.tune import tuner
 
     timed: list[str] = []
-    monkeypatch.setattr(tuner.Tuner, "_profile", lambda self, found: timed.extend(c.name for c in found))
+    monkeypatch.setattr(tuner.Tuner, "time_operators", lambda self, found: timed.extend(c.name for c in found))
     for most in (2, 1):
         options = {"seconds": 5.0, "most": most, "among": [Slow(), Beside()]}
         fast = df.compile(Resting(), "auto", scheduler_options=options, operators="eager")
         decision = fast.explain(X).decision
-        monkeypatch.setattr(tuner._store, "get", lambda key: None)
+        monkeypatch.setattr(tuner.store, "get", lambda key: None)
         assert len([t for t in decision.tried if t.measured]) == most + 1
         assert timed == ([] if most == 2 else ["sequential", "Slow()", "Beside()"])
 
@@ -199,8 +222,9 @@ def _keys_of(store: Any) -> list[Any]:
 
 
 def test_auto_without_time_goes_by_the_cost_model() -> None:
-    fast = df.compile(Stack(), "auto", scheduler_options={"seconds": 0}, operators="eager")
-    assert_equal(fast(X), fast._model(X))
+    model = Stack()
+    fast = df.compile(model, "auto", scheduler_options={"seconds": 0}, operators="eager")
+    assert_equal(fast(X), model(X))
     decision = fast.explain(X).decision
     assert all(t.measured is None for t in decision.tried)
     assert decision.tried[0].predicted is not None
@@ -210,12 +234,11 @@ def test_auto_in_the_background() -> None:
     plain = Resting()
     options = {"seconds": 5.0, "among": [Beside()], "when": "background"}
     fast = df.compile(plain, "auto", scheduler_options=options, operators="eager")
-    start = time.perf_counter()
     assert_equal(fast(X), plain(X))
     assert fast.plan(X).sequential, "until it knows better"
     for thread in engine_of(fast).planner.deciding:
         thread.join(60)
-    assert time.perf_counter() - start < 60
+        assert not thread.is_alive()
     assert not fast.plan(X).sequential
     assert_equal(fast(X), plain(X))
 
@@ -239,9 +262,9 @@ def test_explain_without_a_tuner() -> None:
 def test_profile_and_simulate() -> None:
     fast = df.compile(Resting(), Beside(), operators="eager")
     profile = fast.profile(X)
-    assert sorted(profile.values())[-1] == pytest.approx(0.01, rel=0.5)
+    assert sorted(profile.values())[-1] == pytest.approx(0.01, rel=0.01)
     told, guessed = fast.simulate(X, profile=profile), fast.simulate(X)
-    assert told.seconds == pytest.approx(0.03, rel=0.5), "three times two rests at once"
+    assert told.seconds == pytest.approx(0.03, rel=0.01), "three times two rests at once"
     assert guessed.seconds < 0.005, "nobody told it that they take so long"
     assert fast.simulate(X, device="b200").device == "b200"
 
@@ -267,7 +290,7 @@ def test_profile_of_shares() -> None:
     fast = df.compile(Resting(), Shared(), operators="eager")
     shares = [sms for _, _, sms in fast.profile(X)]
     assert shares.count(1) >= 2 and set(shares) == {1}, "one of two threads for the other, and one is left"
-    assert fast.simulate(X, profile=fast.profile(X)).seconds == pytest.approx(0.03, rel=0.5)
+    assert fast.simulate(X, profile=fast.profile(X)).seconds == pytest.approx(0.03, rel=0.01)
 
 
 def test_profile_leaves_no_trace() -> None:
@@ -297,18 +320,6 @@ def test_timings() -> None:
     first, second = timings([[1.0, 2.0, 4.0], [0.5, 1.0, 4.0]])
     assert (first.ratio, first.seconds) == (1.0, 2.0)
     assert (second.ratio, second.low, second.high) == (0.5, 0.5, 1.0)
-
-
-def test_snapshot_puts_back_what_is_written() -> None:
-    fast = compiled(Counter(), Each(split=None))
-    state = torch.zeros(6, 8)
-    fast.plan(X, state)
-    graph = graph_of(fast)
-    args = [X if i.name == "x" else state if i.name == "state" else 6 for i in graph.graph.inputs]
-    snapshot = Snapshot(graph, args)
-    state.fill_(7)
-    snapshot.restore()
-    assert_equal(state, torch.zeros(6, 8))
 
 
 def test_decision_as_text() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-from dynaflow.capture.batch_analysis.input_aliasing import Extent, InputAliasing, _meets_other_rows, overlap
+from dynaflow.capture.batch_analysis.input_aliasing import Extent, InputAliasing, meets_other_rows, overlap
 from dynaflow.core.memory_layout import overlaps_itself
 from tests.helpers import Each, Scheduler, assert_equal, compiled, randn, uneven
 
@@ -56,7 +56,7 @@ def test_rows_are_told_by_bytes() -> None:
             continue
         rows = [[set(bytes_of(_row(place, dim, row))) for row in (0, 1)] for place, dim in zip((one, other), dims)]
         crossed = any(rows[0][i] & rows[1][1 - i] for i in (0, 1))
-        told = _meets_other_rows(one, other, dims, 2)
+        told = meets_other_rows(one, other, dims, 2)
         assert told or not crossed, (one, other, dims)
         seen.add((told, crossed))
     assert len(seen) == 3, "some are taken to cross that do not"
@@ -346,8 +346,8 @@ def test_gradients_of_what_an_input_was_before_it_is_written(scheduler: str) -> 
 
 def test_calls_that_are_alike_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    look = InputAliasing._look
-    monkeypatch.setattr(InputAliasing, "_look", lambda self, args: looks.append(1) or look(self, args))
+    look = InputAliasing.look
+    monkeypatch.setattr(InputAliasing, "look", lambda self, args: looks.append(1) or look(self, args))
     fast = compiled(Counting(), Each(split=2))
     with torch.no_grad():
         held = [memory(8, 4) for _ in range(9)]

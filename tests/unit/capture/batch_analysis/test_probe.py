@@ -514,9 +514,9 @@ def packed() -> tuple[Tensor, Tensor]:
 )
 def test_ragged_batch(split: Any, wanted: list[tuple[int, int]], given: str) -> None:
     facts = {"num_tokens": TOKENS}
-    fast = compiled(Packed(), Each(PACKED_RULES, split, lanes=2), facts=facts if given == "compile" else None)
+    model = Packed()
+    fast = compiled(model, Each(PACKED_RULES, split, lanes=2), facts=facts if given == "compile" else None)
     call = {"facts": facts} if given == "call" else {}
-    model = fast._model
     with torch.no_grad():
         assert_equal(fast(*packed(), **call), model(*packed()))
         plan = fast.plan(*packed(), **call)
@@ -541,8 +541,8 @@ def test_ragged_batch_uses_requests_in_one_operator() -> None:
 
 
 def test_ragged_batch_from_call_to_call() -> None:
-    fast = compiled(Packed(), Each(PACKED_RULES, 2))
-    model = fast._model
+    model = Packed()
+    fast = compiled(model, Each(PACKED_RULES, 2))
     with torch.no_grad():
         for tokens in ([3, 1, 4, 2], [5, 5], [1, 1, 1, 9], [2, 3, 4, 5, 6], [3, 1, 4, 2]):
             x, lens = randn(sum(tokens), 8), torch.tensor(tokens)
@@ -558,22 +558,24 @@ def test_own_key_does_not_lose_the_requests() -> None:
         def key(self, ctx: df.ScheduleContext) -> str:
             return "always"
 
-    fast = compiled(Packed(), OneKey(PACKED_RULES, 2))
+    model = Packed()
+    fast = compiled(model, OneKey(PACKED_RULES, 2))
     with torch.no_grad():
         for tokens in ([3, 1, 4, 2], [1, 1, 7, 1]):
             x, lens = randn(10, 8), torch.tensor(tokens)
-            assert_equal(fast(x, lens, facts={"num_tokens": tokens}), fast._model(x, lens))
+            assert_equal(fast(x, lens, facts={"num_tokens": tokens}), model(x, lens))
             ends = {sum(tokens[:i]) for i in range(5)}
             assert {m.stop for m in fast.plan(x, lens, facts={"num_tokens": tokens}).micro_batches} <= ends
 
 
 def test_plan_for_other_requests_is_refused() -> None:
-    fast = compiled(Packed(), Each(PACKED_RULES, 2))
+    model = Packed()
+    fast = compiled(model, Each(PACKED_RULES, 2))
     with torch.no_grad():
         text = fast.plan(*packed(), facts={"num_tokens": TOKENS}).to_json()
-    again = compiled(fast._model, Scheduler(lambda ctx: df.Plan.from_json(text), PACKED_RULES))
+    again = compiled(model, Scheduler(lambda ctx: df.Plan.from_json(text), PACKED_RULES))
     with torch.no_grad():
-        assert_equal(again(*packed(), facts={"num_tokens": TOKENS}), fast._model(*packed()))
+        assert_equal(again(*packed(), facts={"num_tokens": TOKENS}), model(*packed()))
         with pytest.raises(df.SplitError, match="not those of its requests"):
             again(*packed(), facts={"num_tokens": [1, 1, 1, 7]})
 

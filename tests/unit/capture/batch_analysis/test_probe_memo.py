@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from dynaflow.capture.batch_analysis import probe as probing
+from dynaflow.capture.batch_analysis import fake_run
 from dynaflow.capture.batch_analysis.aten_calls import dims_of, tensors_in
-from dynaflow.capture.batch_analysis.probe import Probe
+from dynaflow.capture.batch_analysis.node_facts import Probe
+from dynaflow.capture.batch_analysis.probe import probe
 from dynaflow.capture.batch_analysis.probe_memo import MemoEntry, NotMemoizable
 from dynaflow.capture.captured_graph import CapturedGraph
 from dynaflow.engine import analyzed_graph
@@ -56,7 +57,7 @@ def memory(found: Probe) -> Counter[Any]:
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Each graph is probed a second time, with every call made, and both have to find the same."""
     counted: Counted = Counter()
-    replay, call_memoized, at = MemoEntry.replay, probing._Run._call_memoized, list[fx.Node]()
+    replay, call_memoized, at = MemoEntry.replay, fake_run.FakeRun.call_memoized, list[fx.Node]()
 
     def noted(run: Any, node: fx.Node, facts: Any) -> None:
         at[:] = [node]
@@ -68,10 +69,10 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     def twice(graph: CapturedGraph, spaces: Any) -> Probe:
         with monkeypatch.context() as patch:
-            patch.setattr(probing, "FakeCall", never)
-            expected = probing.probe(graph, spaces)
+            patch.setattr(fake_run, "FakeCall", never)
+            expected = probe(graph, spaces)
         before = counted.total()
-        found = probing.probe(graph, spaces)
+        found = probe(graph, spaces)
         for node in graph.gm.graph.nodes:
             assert looks(found, node) == looks(expected, node), node.format_node()
         assert memory(found) == memory(expected)
@@ -79,7 +80,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Counted:
         counted["graphs that had any"] += counted.total() > before + len(found.facts)
         return found
 
-    monkeypatch.setattr(probing._Run, "_call_memoized", noted)
+    monkeypatch.setattr(fake_run.FakeRun, "call_memoized", noted)
     monkeypatch.setattr(MemoEntry, "replay", counting)
     monkeypatch.setattr(analyzed_graph, "probe", twice)
     return counted

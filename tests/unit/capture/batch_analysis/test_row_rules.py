@@ -785,7 +785,7 @@ def test_oracle_leaves_nothing_behind() -> None:
     shared = DTensor._op_dispatcher.sharding_propagator
     before = {name: dict(table) for name, table in vars(shared).items() if isinstance(table, dict)}
     state, tracker = torch.get_rng_state(), _rng_tracker()
-    dtensor_rules._answers.clear()
+    dtensor_rules.answers.clear()
     for entry in list(CORPUS.values())[::3]:
         if carries(entry):
             ask(entry, oracle_only=True)
@@ -808,7 +808,7 @@ def test_oracle_beside_a_process_group() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         group = distributed.group.WORLD
-        dtensor_rules._answers.clear()
+        dtensor_rules.answers.clear()
         assert ask(CORPUS["foreach-exp"]) == [0, 1]
         assert distributed.group.WORLD is group
         assert distributed.get_world_size() == 1
@@ -818,23 +818,23 @@ def test_oracle_beside_a_process_group() -> None:
 
 
 def test_oracle_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    dtensor_rules._answers.clear()
+    dtensor_rules.answers.clear()
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor", None)
     answer = ask(CORPUS["foreach-exp"])
-    dtensor_rules._answers.clear()
+    dtensor_rules.answers.clear()
     assert isinstance(answer, Refusal)
     assert "torch.distributed is not available" in answer.reason
 
 
 def test_oracle_answers_once() -> None:
-    dtensor_rules._answers.clear()
+    dtensor_rules.answers.clear()
     for _ in range(3):
         ask(CORPUS["foreach-exp"])
-    assert len(dtensor_rules._answers) == 1
+    assert len(dtensor_rules.answers) == 1
 
 
 def test_oracle_in_threads() -> None:
-    dtensor_rules._answers.clear()
+    dtensor_rules.answers.clear()
     answers: list[Any] = []
     threads = [threading.Thread(target=lambda: answers.append(ask(CORPUS["foreach-exp"]))) for _ in range(4)]
     for thread in threads:

@@ -7,16 +7,16 @@ from typing import Any
 
 from dynaflow.core.plan import Plan
 from dynaflow.core.stats import Stats
-from dynaflow.engine.plan_cache import PlanCache, Planned, PlanRequest
+from dynaflow.engine.plan_cache import PlanCache, PlanRequest, ScheduledPlan
 from dynaflow.lower.executable import Executable
 from dynaflow.lower.lower import Lowerer, OnTask
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 
-Plans = Callable[[PlanCache, PlanRequest], Planned | None]
+Plans = Callable[[PlanCache, PlanRequest], ScheduledPlan | None]
 Makes = Callable[[PlanCache, PlanRequest], Executable | None]
 
 
-class Trials:
+class SchedulerTrials:
     """Other schedulers for the arguments at hand: see `ScheduleContext.trials`."""
 
     def __init__(
@@ -27,14 +27,14 @@ class Trials:
         self._plans, self._makes = plans, makes
         graph = request.graph.graph
         self.cudagraph = lowerer.cudagraph is not None and graph.device.type == "cuda"
-        self._planned: dict[OpSchedulerBase, Planned] = {}
+        self._planned: dict[OpSchedulerBase, ScheduledPlan] = {}
         self.owned = frozenset(n for n, i in enumerate(graph.inputs) if i.owned)
 
     @property
     def args(self) -> Sequence[Any]:
         return self.request.args
 
-    def plan(self, scheduler: OpSchedulerBase | None = None) -> Planned:
+    def plan(self, scheduler: OpSchedulerBase | None = None) -> ScheduledPlan:
         """By default, of the scheduler that decides here."""
         scheduler = scheduler or self._cache.scheduler
         if scheduler not in self._planned:
@@ -51,7 +51,7 @@ class Trials:
         assert made is not None
         return made
 
-    def watched(self, planned: Planned, plan: Plan, on_task: OnTask) -> Executable:
+    def watched(self, planned: ScheduledPlan, plan: Plan, on_task: OnTask) -> Executable:
         """Another plan for the same graph, each task by itself, with a function that is called around it."""
         lowerer = Lowerer(self._lowerer.operators, on_task, Stats())
         sizes = {**self.request.graph.graph.hints, **planned.values}
