@@ -285,7 +285,7 @@ def test_choose_among_choosers() -> None:
 
 
 def test_choosing_no_scheduler() -> None:
-    with pytest.raises(df.ScheduleError, match="no scheduler"):
+    with pytest.raises(df.ScheduleError, match="not a scheduler"):
         compiled(Stack(), df.choose(lambda ctx: 3)).plan(X)  # type: ignore[arg-type, return-value]
 
 
