@@ -1,4 +1,4 @@
-"""A captured graph, and what has been found out about it, whoever schedules it."""
+"""A captured graph with what is known about it independently of the scheduler: batch analysis and partitions."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ BatchAxes = tuple[frozenset[sympy.Symbol], ...]
 
 
 class AnalyzedGraph:
-    """The graph of one capture with its batch analysis and its partitions, both made when first asked for."""
+    """A captured graph with its batch analysis and its partitions, both computed on demand."""
 
     def __init__(self, graph: CapturedGraph) -> None:
         self.graph = graph
         self.plain: str | None = None
-        """Why the graph runs plainly, if it does."""
+        """Why the graph can't be scheduled, if so."""
         idle = graph.unused_numbers
         self.size_positions = tuple(n for n, i in enumerate(graph.inputs) if i.shape is None and n not in idle)
-        """Of the inputs that are numbers: a plan is made for their values."""
+        """Positions of the inputs that are numbers. A plan is made for their values."""
         self._probes: dict[BatchAxes, Any] = {}
         self.partitions = BoundedDict(MAX_PARTITIONS)
-        """By the batch's symbols and a scheduler's rules: the OpGraph, also for schedulers to come that cut alike."""
+        """By the batch's symbols and a scheduler's rules: the OpGraph, shared by schedulers with equal rules."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple(map(args.__getitem__, self.size_positions))
 
     def batch_axes(self, args: Sequence[Any], facts: Mapping[str, Any]) -> tuple[BatchAxes, dict[sympy.Symbol, int]]:
-        """The symbols that stand for the batch of a call, and what all symbols are worth in it."""
+        """The symbols that stand for the batch of a call, and the values of all symbols in it."""
         values = self.graph.symbol_values(args)
         return self.graph.batch_axes(values, request_count(facts.get("num_tokens"))), values
 
     def probe(self, batch_axes: BatchAxes) -> Any:
-        """The facts of the graph's nodes; with no batch when none can be followed; None when all fails."""
+        """The batch analysis of the graph; without a batch if none can be followed; None if the analysis fails."""
         if batch_axes not in self._probes:
             try:
                 self._probes[batch_axes] = probe(self.graph, batch_axes)
@@ -54,5 +54,5 @@ class AnalyzedGraph:
 
     @property
     def known_probe(self) -> Any:
-        """One that was made before, for any batch; None if there is none."""
+        """An analysis that was made before, for any batch; None if there is none."""
         return next((found for found in self._probes.values() if found is not None), None)

@@ -1,7 +1,7 @@
-"""The backend of one compiled model: what becomes of each graph that Dynamo captures.
+"""The Dynamo backend of one compiled model.
 
-A graph becomes a GraphRunner, which asks the model's Planner for the plan of each call; in training AOTAutograd makes
-two graphs of it first. What can't be scheduled runs as it was captured, with the reason in `stats`.
+Each captured graph becomes a GraphRunner, which gets the plan of each call from the model's Planner; in training,
+AOTAutograd makes two graphs of it first. What can't be scheduled runs as captured, with the reason in `stats`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ NOT_CAPTURED = "torch.compile captured nothing: it is turned off (TORCHDYNAMO_DI
 
 
 class _Marks(threading.local):
-    """On tensors of the call that is being captured: how to take back the marks that make its batch dynamic."""
+    """How to undo the marks that make the batch dynamic, on tensors of the call that is being captured."""
 
     undo: tuple[Callable[[], None], ...] = ()
     again: Any = ()
-    """The frame that is traced again, since more had to be marked."""
+    """The frame that is traced again after more tensors were marked."""
 
 
 marks = _Marks()
@@ -94,34 +94,34 @@ class Engine:
         self.stats = Stats()
         self.options: Mapping[str, Any] | None = None
         self.owned = False
-        """A CompiledModel holds it; else its graphs do."""
+        """A CompiledModel references it; else its graphs do."""
         self.refuse: Callable[[fx.GraphModule], None] | None = None
-        """Looks at each graph that is captured, and raises if it has something that can't be."""
+        """Called with each captured graph. Raises if the graph is not allowed."""
         self.operators = Operators(operators)
         self.operators.failures = self.stats.compile_failures
         self.rewrite = operators == "inductor"
-        """In training Inductor's front end may rewrite what is computed, as where it makes kernels of it."""
+        """In training, Inductor's joint-graph passes may rewrite the graph, as they do when it is compiled."""
         lowerer = Lowerer(self.operators, on_task, self.stats, cudagraph, tuple(static_inputs))
         self.planner = Planner(scheduler, lowerer, {} if facts is None else facts, self.stats, check=check, name=name)
         self._breaks: Counter[str] = Counter()
-        """Of all graphs in the process, before the first call."""
+        """Graph breaks of the process before the first call."""
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a first call: what looks like the batch is made dynamic, so that one trace will do."""
+        """Before a first call: makes dims that look like the batch dynamic, so that one trace suffices."""
         self._breaks = _torch.graph_break_reasons()
         if self.operators.mode == "inductor":
             _torch.warm_compiler()  # while the model is traced
         requests = self._requests()
-        take_marks_back()  # those of a call that this one is made in
+        take_marks_back()  # of a call that encloses this one
         for undo in mark_arguments(args, kwargs, self.parameters, self.batch_dims, requests, self.dynamic_dims):
-            marks.undo = (*marks.undo, undo)  # one by one: an interrupt leaves none behind
+            marks.undo = (*marks.undo, undo)  # one by one, so that an interrupt leaves no mark
 
     def _requests(self) -> int:
-        """How many requests a ragged batch has now."""
+        """The number of requests in the ragged batch of this call."""
         return request_count(self.planner.facts().get("num_tokens"))
 
     def look_for_graphs(self) -> None:
-        """After a first call: says why, if the model was not captured at all."""
+        """After a first call: notes why, if the model was not captured at all."""
         if not self.stats.graphs:
             self.stats.plain_reasons.extend(_torch.graph_break_reasons() - self._breaks or [NOT_CAPTURED])
 
@@ -130,7 +130,7 @@ class Engine:
         try:
             frame = _torch.traced_frame()
             if marks.again not in ((), frame):
-                take_marks_back()  # of a frame whose second trace came to nothing
+                take_marks_back()  # of a frame whose second trace failed
             if not (marks.again == frame or has_example_args(gm)):
                 more = make_batch_dynamic(gm, self.batch_dims, self._requests(), self.parameters, self.dynamic_dims)
                 if more:
@@ -141,19 +141,19 @@ class Engine:
             if self.refuse is not None:
                 self.refuse(gm)
             if takes_nested(gm):
-                return self._plain(gm, "it takes nested tensors, whose sizes are no numbers")
+                return self._plain(gm, "it takes nested tensors, whose sizes are not integers")
             left_out = remove_noop_dropouts(gm)
             training = wants_gradients(gm)
             if not training and returns_gradients(gm):
-                return self._plain(gm, "gradients are off, but a part of it turns them on, and returns what has them")
+                return self._plain(gm, "gradients are off, but a part of it turns them on and returns such tensors")
             inline_subgraphs(gm, training=training)
             replace_embedding_bags(gm)
             if training or opaque_features(gm) is not None:
-                if left_out and returns_or_writes(gm, left_out):  # AOTAutograd would not know what they are
-                    return self._plain(gm, "what a dropout returns that drops nothing is returned or written")
+                if left_out and returns_or_writes(gm, left_out):  # AOTAutograd does not know these nodes
+                    return self._plain(gm, "the result of a dropout that drops nothing is returned or written")
                 return self._traced(gm, example_inputs, training)
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
-        except DynaFlowError as e:  # Dynamo would wrap it: let the call raise it instead
+        except DynaFlowError as e:  # Dynamo would wrap the error: raise it in the call instead
             take_marks_back()
             return DeferredError(e)
         except Exception as e:
@@ -164,8 +164,8 @@ class Engine:
             return self._plain(gm, fall_back(e, self.name))
 
     def _traced(self, gm: fx.GraphModule, example_inputs: list[Any], training: bool) -> Callable[..., Any]:
-        """What AOTAutograd makes of a graph: both passes of training, each with plans of its own; or one graph, in
-        which the transforms of torch.func are what they come to."""
+        """Traces a graph with AOTAutograd: into both passes of training, each with plans of its own; or into one graph,
+        in which the transforms of torch.func are applied."""
         strange = opaque_features(gm)
         if self._clash(gm, strange):
             if strange is not None:
@@ -224,7 +224,7 @@ class Engine:
             return self._runner(CapturedGraph(gm, self.parameters, self.batch_dims))
 
     def _rules_now(self) -> tuple[Any, ...]:
-        """Of the scheduler at hand; none if it fails, which it will say when it is asked for a plan."""
+        """The scheduler's rules; none if `partition` fails, which is reported when a plan is made."""
         try:
             return rules_of(self.planner.cache.scheduler)
         except Exception:
@@ -238,15 +238,15 @@ class Engine:
         return PlainRunner(self.planner, gm, why)
 
     def _clash(self, gm: fx.GraphModule, strange: str | None) -> bool:
-        """Whether inputs of the call at hand share memory that the graph writes: its passes would not see that. What a
-        graph with parts that can't be looked at writes is not known yet: it may be all."""
+        """Whether inputs of this call share memory that the graph writes, which its passes would not see. A graph with
+        opaque features may write all its inputs."""
         nodes = gm.graph.find_nodes(op="placeholder")
         given = [_torch.graph_input(node)[2] for node in nodes]
         found = InputAliasing().find(given)
         if not found:
             return False
         returned = views_returned(gm)
-        # If it overlaps itself, AOTAutograd makes its views anew by calls that have other gradients.
+        # AOTAutograd regenerates views of a self-overlapping input by calls that have other gradients.
         windows = [o.one for o in found if o.one == o.other and given[o.one].requires_grad]
         if strange is not None or any(nodes[i] in returned for i in windows):
             return True
@@ -257,8 +257,8 @@ class Engine:
             return True
 
     def _keep_engine(self, made: Callable[..., Any], passes: JointGraph, gm: fx.GraphModule) -> Callable[..., Any]:
-        """What AOTAutograd has made of the passes; what is to run backward holds the engine, since the compiled model
-        may be gone by then. `gm`: what runs in forward-mode AD, which AOTAutograd's function knows nothing of."""
+        """The function of AOTAutograd, with results that reference the engine: the compiled model may be gone when
+        backward runs. `gm` runs in forward-mode AD, which AOTAutograd's function does not support."""
         engine_of = weakref.ref(self)
         without, notes = passes.without_gradients(), passes.may_leave_some_unused()
         plain = PlainRunner(self.planner, gm, "forward-mode AD is on")
@@ -279,8 +279,8 @@ class Engine:
     def _unless_shared(
         self, passes: Callable[..., Any], gm: fx.GraphModule, written: frozenset[int], strange: str | None
     ) -> Callable[..., Any]:
-        """The passes; but for calls whose inputs share memory that the graph writes, the graph itself: plainly, if some
-        of it can't be looked at."""
+        """The passes; for calls whose inputs share memory that the graph writes, the graph itself, plainly if it
+        has opaque features."""
         runner = self._run_by(CapturedGraph(copy_module(gm), self.parameters, self.batch_dims))
         sharing = InputAliasing(written)
 
@@ -299,5 +299,5 @@ class Engine:
         return self._run_by(graph)
 
     def _run_by(self, graph: CapturedGraph) -> GraphRunner:
-        # Dynamo keeps runners for as long as the model's code lives: a compiled object's engine must not be.
+        # Dynamo references runners as long as the model's code lives: they must not keep an owned engine alive.
         return GraphRunner(self.planner, AnalyzedGraph(graph), self.verify, owner=None if self.owned else self)

@@ -1,4 +1,4 @@
-"""What one scheduler has decided: the tables of its plans, all of them bounded."""
+"""The plan cache: bounded tables of what one scheduler has decided, and the requests that they are looked up with."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def _table() -> BoundedDict:
 
 
 class PlanRequest:
-    """What a plan is asked for: a graph and the arguments of a call, and what the plan may depend on."""
+    """A request for a plan: a graph, the arguments of a call, and the facts that the plan may depend on."""
 
     def __init__(self, graph: AnalyzedGraph, args: Sequence[Any], facts: Mapping[str, Any]) -> None:
         self.graph, self.args, self.facts = graph, args, facts
         self.sizes = graph.sizes(args)
         self.own_keys: dict[PlanCache, Hashable] = {}
-        """What schedulers said to it."""
+        """What schedulers' `key` methods returned for it."""
         self.contexts: dict[PlanCache, ScheduleContext] = {}
-        """Those that they were asked in."""
+        """The contexts that were passed to them."""
         self._requests: Requests | None = None
 
     @cached_property
     def batch(self) -> tuple[BatchAxes, dict[sympy.Symbol, int]]:
-        """The symbols that stand for the batch, and what all symbols are worth."""
+        """The symbols that stand for the batch, and the values of all symbols."""
         return self.graph.batch_axes(self.args, self.facts)
 
     @cached_property
     def values(self) -> dict[sympy.Symbol, int]:
-        """What every symbol of the graph is worth, those included that no argument tells."""
+        """The values of all symbols of the graph, including those that no argument determines."""
         return {**self.graph.graph.hints, **self.batch[1]}
 
     def with_args(self, args: Sequence[Any]) -> PlanRequest:
-        """The same for other arguments of these sizes."""
+        """The same request for other arguments."""
         return PlanRequest(self.graph, args, self.facts)
 
     def context(self, cache: PlanCache, graph: OpGraph) -> ScheduleContext:
-        """For what the scheduler is only asked: one for all questions."""
+        """The context for all of a scheduler's methods that do not record a plan."""
         if cache not in self.contexts:
             self.contexts[cache] = self.new_context(graph)
         return self.contexts[cache]
@@ -70,7 +70,7 @@ class PlanRequest:
         )  # fmt: skip
 
     def _requests_of(self, tokens: Any) -> Requests | None:
-        """Judged once: a server gives hundreds in each step."""
+        """Validated once: a server passes hundreds of requests in each step."""
         if self._requests is None:
             self._requests = requests_of(tokens)
         return self._requests
@@ -87,7 +87,7 @@ class ScheduledPlan:
 
 
 class Choice(NamedTuple):
-    """Who took a situation over, and what the scheduler that chose has to say about it."""
+    """The scheduler that was chosen for a situation, by its cache, and the note of the one that chose it."""
 
     cache: PlanCache
     note: Any
@@ -95,30 +95,30 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PlanCache:
-    """One scheduler and the plans it has made. Swapped as a whole, so a running call keeps what it started with."""
+    """One scheduler and its plans. Replaced as a whole, so a running call continues with the cache it started with."""
 
     scheduler: OpSchedulerBase
     forgotten: Callable[[], None] | None = None
-    """Called when a plan makes room for another."""
+    """Called when a plan is evicted."""
     rules: tuple[Any, ...] | None = None
     graphs: BoundedDict = field(default_factory=_table)
-    """By graph and batch: how the scheduler has it cut."""
+    """By graph and batch: the partitioned graph."""
     facts_read: BoundedDict = field(default_factory=_table)
-    """By graph and sizes: the names of the facts that were read in such calls."""
+    """By graph and sizes: the names of the facts that were read."""
     own_keys: BoundedDict = field(default_factory=_table)
-    """By situation: what the scheduler's `key` said."""
+    """By situation: what the scheduler's `key` returned."""
     plans: BoundedDict = field(init=False)
     """By key: the plan, lowered."""
     patterns: BoundedDict = field(default_factory=_table)
     """By graph, batch and the scheduler's own key: a plan of equal parts, which serves other batch sizes too."""
     elastic: BoundedDict = field(default_factory=_table)
-    """By the same: its function, if the scheduler is elastic."""
+    """By the same: its shape-polymorphic executable, if the scheduler is elastic."""
     paddings: BoundedDict = field(default_factory=_table)
     """By graph and batch."""
     choices: BoundedDict = field(default_factory=_table)
-    """By own key or situation: who decides there."""
+    """By own key or situation: the chosen scheduler."""
     others: BoundedDict = field(default_factory=_table)
-    """By scheduler: the caches of those that took situations over, or were tried."""
+    """By scheduler: the caches of those that were chosen or tried."""
 
     chooses: bool = field(init=False)
     has_key: bool = field(init=False)
@@ -134,7 +134,7 @@ class PlanCache:
         self.is_elastic = elastic and self.has_key
 
     def of(self, scheduler: OpSchedulerBase) -> PlanCache:
-        """The cache of another scheduler, that takes situations over."""
+        """The cache of a scheduler that was chosen, or is tried."""
         if scheduler is self.scheduler:
             return self
         if scheduler not in self.others:
@@ -143,19 +143,19 @@ class PlanCache:
         return found
 
     def situation(self, request: PlanRequest) -> Hashable:
-        """The graph, the sizes, and of the facts those that were read in calls of these sizes."""
+        """The cache key of a scheduler without a `key`: the graph, the sizes, and the facts that were read for them."""
         place = (request.graph, request.sizes)
         names = self.facts_read.get(place)
         return (*place, tuple([fact_value(request.facts, name) for name in names])) if names else place
 
     def note_read(self, request: PlanRequest, names: set[str]) -> None:
-        """From now on the values of these facts are a part of such situations."""
+        """Adds these facts to the situations of this graph and these sizes."""
         if names:
             place = (request.graph, request.sizes)
             self.facts_read[place] = tuple(sorted({*self.facts_read.get(place, ()), *names}))
 
     def choose(self, key: Hashable, scheduler: OpSchedulerBase, note: Any) -> None:
-        """From now on it decides there. Plans of those that were only tried go, with their memory and graphs."""
+        """Records a choice, and drops the plans of schedulers that were only tried, with their memory and graphs."""
         self.choices[key] = Choice(self.of(scheduler), note)
         used = {id(choice.cache) for choice in self.choices.values()}
         for other in self.others.values():
@@ -170,13 +170,13 @@ class PlanCache:
 
 
 class ReadyPlans:
-    """The plans of one graph that sizes and facts alone tell: the short way of a call, past the scheduler's tables."""
+    """The fast path of a call: the plans of one graph by sizes and facts, without asking the scheduler."""
 
     __slots__ = ("__weakref__", "_names", "_plans", "epoch")
 
     def __init__(self, epoch: object) -> None:
         self.epoch = epoch
-        """Of the planner. When it has another one, nothing here holds any more."""
+        """The planner's epoch. When the planner has another one, these plans are out of date."""
         self._names: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._plans: dict[tuple[Any, ...], Executable] = {}
 

@@ -1,6 +1,17 @@
-"""From a request to a plan: what a scheduler cuts, under which key its plans are cached, and what it plans.
+"""From a request to a checked plan: the scheduler's partition of the graph, its cache keys, and its plan.
 
-Nothing is lowered here.
+Contract
+    Takes a scheduler's PlanCache and a PlanRequest. Returns a ScheduledPlan, or None when the graph can't be scheduled.
+    Nothing is lowered, and nothing runs. Adds the partition, the facts that were read, and a plan that serves other
+    batch sizes (`patterns`) to the cache.
+    Errors with what the scheduler's methods raise (ScheduleError, at the user's line), or what `check` finds.
+
+Steps of `plan`
+    1. Cut the graph by the scheduler's rules.
+    2. Resize the plan that the scheduler made for another batch size under the same key, or
+    3. load the plan from disk (see `plan_store`), or
+    4. call `schedule`.
+    5. Check the plan.
 """
 
 from __future__ import annotations
@@ -31,6 +42,7 @@ class PlanMaker:
 
     def plan(self, cache: PlanCache, request: PlanRequest) -> ScheduledPlan | None:
         """The scheduler's plan for this request, checked; None when the graph can't be scheduled at all."""
+        # 1.
         graph = self.graph(cache, request)
         if graph is None:
             return None
@@ -39,23 +51,25 @@ class PlanMaker:
         stored = loaded = place = None
         if cache.has_key:
             place = (request.graph, graph.batch_axes, self.own_key(cache, request))
+        # 2.
         pattern = cache.patterns.get(place)
         if pattern is not None and len(pattern[0].micro_batches) <= ctx.max_parts:
             plan, functions = ctx.resized(pattern[0]), pattern[1]
         else:
-            # Made now: schedule() may change the scheduler.
+            # 3. The key is computed first, since schedule() may change the scheduler.
             stored = call_user(
                 partial(StoredPlan, cache.scheduler, graph, request.sizes, ctx, request.facts),
-                f"the scheduler {type(cache.scheduler).__name__}", "mend cache_key()",
+                f"the scheduler {type(cache.scheduler).__name__}", "fix cache_key()",
             )  # fmt: skip
-            loaded = None if cache.is_elastic else stored.load()  # which does not tell what else it would serve
+            loaded = None if cache.is_elastic else stored.load()  # a stored plan serves one size only
             if loaded is not None:
                 plan, functions = loaded
                 self._stats.plans_loaded += 1
-            else:
+            else:  # 4.
                 plan, functions = self._schedule(cache.scheduler, ctx, request.graph.graph.partial)
                 if place is not None and ctx.even_split is not None:
                     cache.patterns[place] = (plan, functions)
+        # 5.
         checked_at = time.perf_counter()
         if self._check:
             check(plan, graph, ctx.batch_size, ctx.facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
@@ -74,8 +88,8 @@ class PlanMaker:
         except SplitError as e:
             if ctx.can_split or not (part or ctx.phase == "backward"):
                 raise
-            # A part of a model that breaks the graph may well have no batch, and a backward pass nothing but gradients
-            # of weights, as where all below the head is frozen: that is nobody's mistake.
+            # Not an error of the scheduler: after a graph break, a part of a model may have no batch, and if all layers
+            # below the head are frozen, a backward pass has only gradients of weights.
             self._stats.plain_graphs += 1
             self._stats.plain_reasons.append(str(e))
             return ctx.whole(), {}
@@ -89,7 +103,7 @@ class PlanMaker:
         return ctx.finish(), ctx.functions
 
     def graph(self, cache: PlanCache, request: PlanRequest) -> OpGraph | None:
-        """The graph cut as the scheduler wants it; None if it can't be scheduled."""
+        """The graph, cut by the scheduler's rules; None if it can't be scheduled."""
         analyzed = request.graph
         if analyzed.plain:
             return None
@@ -106,7 +120,7 @@ class PlanMaker:
                 return None
             complete = not self._stats.graph_breaks and analyzed.graph.phase != "backward"
             cut = (batch_axes, cache.rules, complete)
-            if cut not in analyzed.partitions:  # of other schedulers, which cut the same way
+            if cut not in analyzed.partitions:  # shared with schedulers that have equal rules
                 analyzed.partitions[cut] = partition(analyzed.graph, found, cache.rules, complete=complete)
                 self._stats.partitions += 1
             cache.graphs[place] = analyzed.partitions[cut]
@@ -115,22 +129,23 @@ class PlanMaker:
         return graph
 
     def choice_key(self, cache: PlanCache, request: PlanRequest) -> Hashable:
-        """Of a choice: the scheduler's own key, or the situation."""
+        """The cache key of a choice: the scheduler's own key, or the situation."""
         return (request.graph, self.own_key(cache, request)) if cache.has_key else cache.situation(request)
 
     def plan_key(self, cache: PlanCache, request: PlanRequest) -> Hashable:
+        """The cache key of a plan."""
         if not cache.has_key:
             return cache.situation(request)
-        # Cuts fall between requests: whatever the scheduler thinks, they fit these requests only.
+        # Cuts fall between requests, so the plan fits only these lengths, whatever the scheduler's key is.
         lengths = frozen(request.facts.get("num_tokens"))
         return (request.graph, request.sizes, lengths, self.own_key(cache, request))
 
     def own_key(self, cache: PlanCache, request: PlanRequest) -> Hashable:
-        """What the scheduler's `key` says. It is asked once for the same sizes and the same facts that it read."""
+        """What the scheduler's `key` returns. Called once for the same sizes and the same facts that it read."""
         if cache in request.own_keys:
             return request.own_keys[cache]
-        keeps = "num_tokens" not in request.facts  # of which the context knows more than what was read
-        if keeps and (place := cache.situation(request)) in cache.own_keys:
+        cached = "num_tokens" not in request.facts  # the context uses it without a recorded read
+        if cached and (place := cache.situation(request)) in cache.own_keys:
             own: Hashable = cache.own_keys[place]
             return own
         with self._lock:
@@ -139,7 +154,7 @@ class PlanMaker:
                 return None
             ctx = request.context(cache, graph)
             own = request.own_keys[cache] = key_of(cache.scheduler, ctx)
-            if keeps:
+            if cached:
                 cache.note_read(request, ctx.facts.read)
                 cache.own_keys[cache.situation(request)] = own
             return own

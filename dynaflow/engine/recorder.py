@@ -1,4 +1,4 @@
-"""Where a recording stands while it is on: runners look here at each call."""
+"""The active recording: runners check it in each call."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """Notes the calls of all compiled models in the process."""
+    """Records the calls of all compiled models in the process."""
 
     def run(self, marked: Any, args: list[Any], planner: Any) -> Any:
-        """Runs a plan that takes marks, and notes them."""
+        """Runs a plan that takes marks, and records them."""
 
     def missed(self, reason: str) -> None:
-        """A call that can't be recorded."""
+        """Notes a call that can't be recorded."""
 
 
 now: Recorder | None = None
-"""The one that is on, in the whole process: a backward pass runs in threads of autograd's."""
+"""One for the whole process, since autograd runs backward passes in its own threads."""

@@ -1,4 +1,4 @@
-"""A captured graph as Dynamo calls it."""
+"""Runners: captured graphs as Dynamo calls them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class GraphRunner:
     """One captured graph, as Dynamo calls it."""
 
     def __init__(self, planner: Planner, graph: AnalyzedGraph, verify: bool, owner: Any = None) -> None:
-        """`owner`: lives as long as this does."""
+        """`owner` is referenced, and so lives as long as the runner."""
         self._planner, self._owner, self._verify = weakref.ref(planner), owner, verify
         self.graph = graph
         captured = graph.graph
         self._sharing = InputAliasing() if captured.phase == "inference" else None
-        """Looks at inputs that share memory; None if the graph writes none. AOTAutograd's passes are looked at
-        together, elsewhere."""
+        """Finds inputs that share memory; None if the graph writes none. For AOTAutograd's passes the engine does
+        that, for both together."""
         self._others: dict[tuple[tuple[int, int], ...] | None, GraphRunner] = {}
-        """For calls whose inputs share memory: by the positions of those in step, or None where some are not."""
+        """For calls whose inputs share memory: by the positions of those in step, or None if some are not."""
         self._ready: Callable[[], ReadyPlans | None] = type(None)
-        """Belong to the planner: this lives as long as Dynamo's code of the model, which may outlive the plans."""
+        """A weak reference to the fast path, owned by the planner: Dynamo's code, and so the runner, may outlive it."""
         self._changes_arguments = bool(captured.shards or captured.host_scalars.positions)
 
     def __call__(self, *args: Any) -> Any:
         return self.boxed(list(args))
 
     def boxed(self, args: list[Any]) -> Any:
-        """As AOTAutograd calls it. From here on there is one list, which whoever uses the arguments may empty."""
+        """As AOTAutograd calls it. From here on there is one list of arguments, which a callee may empty."""
         planner, ready = self._planner(), self._ready()
         if planner is not None and ready is not None and ready.epoch is planner.epoch:
             local, facts, sharing = planner.local, planner.own_facts, self._sharing
@@ -63,7 +63,7 @@ class GraphRunner:
         return self._planned(args)
 
     def _planned(self, args: list[Any]) -> Any:
-        """The long way: a plan is looked for, and made if there is none."""
+        """The slow path: finds a plan, or makes one."""
         planner = self._planner()
         assert planner is not None, "called by a compiled model that is gone"
         if not self._changes_arguments:
@@ -97,13 +97,13 @@ class GraphRunner:
         return how.run(lambda grown: runner._run(planner, cache, request.with_args(grown), None), args, batch)
 
     def _run(self, planner: Planner, cache: PlanCache, request: PlanRequest, epoch: object) -> Any:
-        """`epoch`: of the planner, before it was asked; None if what is found is not for the call's own arguments."""
+        """`epoch`: the planner's, before the lookup; None if the arguments were padded."""
         args: list[Any] = request.args  # type: ignore[assignment]
         try:
             lowered = planner.find(cache, request)
         except NOT_FAILURES:
             raise
-        except Exception as e:  # nothing of the graph has run so far
+        except Exception as e:  # nothing of the graph has run yet
             self.run_plainly(fall_back(e, planner.name))
             lowered = None
         if lowered is None:
@@ -133,7 +133,7 @@ class GraphRunner:
         return active.run(marked, args, planner)
 
     def _remember(self, planner: Planner, request: PlanRequest, epoch: object, lowered: Executable) -> None:
-        """From now on such calls find it at once."""
+        """Adds the plan to the fast path."""
         self._sharing = self._known_sharing()
         plans = self._ready()
         if plans is None or plans.epoch is not epoch:
@@ -164,9 +164,9 @@ class GraphRunner:
             return self._others[key]
 
     def _clash(self, found: tuple[Overlap, ...], args: Sequence[Any], planner: Planner) -> Overlap | None:
-        """The first overlap that can't be split."""
+        """The first overlap that prevents a split."""
         captured = self.graph.graph
-        if captured.grad:  # autograd sees that a slice was written by the version of all of it
+        if captured.grad:  # a write to a slice bumps the version counter of the whole tensor
             return found[0]
         with planner.lock:
             batch_axes, values = self.graph.batch_axes(args, planner.facts())
@@ -174,7 +174,7 @@ class GraphRunner:
         return next((o for o in found if probe is None or not o.in_step(captured, probe, values)), None)
 
     def _known_sharing(self) -> InputAliasing | None:
-        """What looks at the arguments; None once it is known that the graph writes none of them."""
+        """What checks the arguments for shared memory; None once it is known that the graph writes none of them."""
         if self._sharing is not None and self._sharing.written is None:
             known = self.graph.known_probe
             if self.graph.plain or known is not None:
@@ -183,7 +183,7 @@ class GraphRunner:
         return self._sharing
 
     def run_plainly(self, why: str) -> None:
-        """From now on, the graph as it is, whatever its inputs share."""
+        """Runs the graph unscheduled from now on."""
         planner = self._planner()
         assert planner is not None, "called by a compiled model that is gone"
         self.graph.plain, self._sharing, self._ready = why, None, type(None)
@@ -200,7 +200,7 @@ class GraphRunner:
 
 
 class PlainRunner:
-    """A graph that runs as it was captured, as Dynamo calls it."""
+    """A graph that runs unscheduled, as captured."""
 
     def __init__(self, planner: Planner, gm: fx.GraphModule, why: str) -> None:
         self._planner = weakref.ref(planner)
@@ -216,7 +216,7 @@ class PlainRunner:
 
 
 class DeferredError:
-    """Stands for a graph whose capture failed with an error of the user's."""
+    """Raises an error of the user in the call: Dynamo would wrap one that is raised during capture."""
 
     def __init__(self, error: DynaFlowError) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""Which scheduler plans a request: each `choose` may pass it on to another one, at once or in the background."""
+"""Which scheduler plans a request: `choose` may return another scheduler, at once or in the background."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class SchedulerChain:
         lock: Any,
         renew: Callable[[], None],
     ) -> None:
-        """`renew` is called when a choice in the background has changed which plans are to run."""
+        """`renew` is called when a choice in the background has changed which plan runs."""
         self._maker, self._trials, self._lock, self._renew = maker, trials, lock, renew
         self.threads: list[threading.Thread] = []
-        """Those that choose in the background."""
+        """Threads that choose in the background."""
 
     def find(self, first: PlanCache, request: PlanRequest) -> list[PlanCache]:
-        """The caches of the schedulers asked, in order. The last one plans the request."""
+        """The caches of the schedulers that were asked, in order. The last one plans the request."""
         chain = [first]
         while (cache := chain[-1]).chooses:
             if len(chain) > MAX_HANDOVERS + 1:
@@ -70,7 +70,7 @@ class SchedulerChain:
         return cache.choices[key]
 
     def _decide_later(self, cache: PlanCache, key: Hashable, ctx: ScheduleContext) -> Any:
-        """In a thread of its own, on copies: callers go on using the arguments. Returns what there is to say by now."""
+        """Chooses in a thread, on copies, since callers go on using the arguments. Returns an interim note."""
         later, trials = ctx.later, ctx.trials
         assert later is not None and isinstance(trials, SchedulerTrials)
         try:

@@ -1,4 +1,4 @@
-"""Other schedulers tried on the arguments of a call: what they would plan, and how fast that is."""
+"""Other schedulers tried on the arguments of a call: their plans, compiled for measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SchedulerTrials:
     def __init__(
         self, cache: PlanCache, request: PlanRequest, lowerer: Lowerer, lock: Any, plans: Plans, makes: Makes
     ) -> None:
-        """`plans` and `makes` are the planner's: what a scheduler plans for a request, and the same lowered."""
+        """`plans` makes a scheduler's plan for a request; `makes` also lowers it."""
         self._cache, self.request, self._lowerer, self._lock = cache, request, lowerer, lock
         self._plans, self._makes = plans, makes
         graph = request.graph.graph
@@ -35,24 +35,24 @@ class SchedulerTrials:
         return self.request.args
 
     def plan(self, scheduler: OpSchedulerBase | None = None) -> ScheduledPlan:
-        """By default, of the scheduler that decides here."""
+        """A scheduler's plan; by default, of the one that plans this request."""
         scheduler = scheduler or self._cache.scheduler
         if scheduler not in self._planned:
             with self._lock:
                 made = self._plans(self._of(scheduler), self.request)
-            assert made is not None, "someone is asked to choose only where there is something to schedule"
+            assert made is not None, "choose() is only called for graphs that can be scheduled"
             self._planned[scheduler] = made
         return self._planned[scheduler]
 
     def lowered(self, scheduler: OpSchedulerBase) -> Executable:
-        """The plan, compiled: call it with a list of `args`."""
+        """A scheduler's plan, compiled. Call it with a list of `args`."""
         with self._lock:
             made = self._makes(self._of(scheduler), self.request)
         assert made is not None
         return made
 
     def watched(self, planned: ScheduledPlan, plan: Plan, on_task: OnTask) -> Executable:
-        """Another plan for the same graph, each task by itself, with a function that is called around it."""
+        """Another plan for the same graph, without fused tasks, and with a function that is called around each task."""
         lowerer = Lowerer(self._lowerer.operators, on_task, Stats())
         sizes = {**self.request.graph.graph.hints, **planned.values}
         with self._lock:

@@ -1,4 +1,4 @@
-"""Copies of a call's arguments, and putting back what a model writes: so that a call can be repeated."""
+"""Copies of arguments, and restoring the inputs that a model writes, so that a call can be repeated."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dynaflow.partition.op_graph import OpGraph
 
 
 class NoRoom(Exception):
-    """What is to be put back can't be: it is too large for a copy, or out of reach."""
+    """State can't be restored: it is too large for a copy, or not accessible."""
 
 
 def copied(args: Sequence[Any], *, keep: frozenset[int]) -> tuple[Any, ...]:
-    """Copies of the tensors among arguments, but for the positions in `keep`."""
+    """The arguments with tensors copied, except at the positions in `keep`."""
     taken = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in keep]
     _check_room(taken)
     return tuple(a.clone() if isinstance(a, torch.Tensor) and i not in keep else a for i, a in enumerate(args))
@@ -25,11 +25,11 @@ def copied(args: Sequence[Any], *, keep: frozenset[int]) -> tuple[Any, ...]:
 def _check_room(tensors: Sequence[torch.Tensor]) -> None:
     needed = sum(t.numel() * t.element_size() for t in tensors)
     if any(t.is_cuda for t in tensors) and needed > torch.cuda.mem_get_info()[0] // 2:
-        raise NoRoom(f"there is no room for copies of {needed / 2**30:.1f} GiB of the model's inputs")
+        raise NoRoom(f"there is not enough memory for copies of {needed / 2**30:.1f} GiB of the model's inputs")
 
 
 class Snapshot:
-    """The inputs that a graph writes, as they were."""
+    """Copies of the inputs that a graph writes."""
 
     def __init__(self, graph: OpGraph, args: Sequence[Any]) -> None:
         if any(UPDATE in op.tags for op in graph.ops):

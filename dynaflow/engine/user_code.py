@@ -20,12 +20,12 @@ def call_method(scheduler: OpSchedulerBase, method: str, *args: Any) -> Any:
         found = getattr(scheduler, method)(*args)
         return list(found) if method == "partition" and isinstance(found, Iterator) else found
 
-    advice = f"mend {method}(), or the options that it was given"
+    advice = f"fix {method}(), or the options that were passed to it"
     return call_user(call, f"the scheduler {type(scheduler).__name__}", advice)
 
 
 def call_user(code: Callable[[], Any], name: str, advice: str) -> Any:
-    """What the user's code returns; what it raises names the line."""
+    """What the user's code returns. Errors name the user's line."""
     try:
         return code()
     except DynaFlowError:
@@ -35,12 +35,13 @@ def call_user(code: Callable[[], Any], name: str, advice: str) -> Any:
 
 
 def key_of(scheduler: OpSchedulerBase, ctx: ScheduleContext) -> Hashable:
+    """What a scheduler's `key` returns. Raises unless it is hashable."""
     own: Hashable = hashable(call_method(scheduler, "key", ctx), f"what {type(scheduler).__name__}.key() returned")
     return own
 
 
 def rules_of(scheduler: OpSchedulerBase) -> tuple[Any, ...]:
-    """Where a scheduler cuts graphs."""
+    """What a scheduler's `partition` returns. Raises unless it is a list of rules."""
     found = call_method(scheduler, "partition")
     rules = tuple([found] if (listed := validate.members(found)) is None else listed)
     for rule in rules:

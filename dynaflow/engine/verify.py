@@ -1,4 +1,4 @@
-"""The first run of a plan beside the plain model: every output and every written input must agree."""
+"""Compares the first run of a plan with the plain model: every output and every written input must agree."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dynaflow.lower.executable import Executable
 from dynaflow.partition.op_graph import Op, OpGraph
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Largest difference allowed, relative to the largest magnitude: kernels for other shapes add in other orders."""
+"""Largest difference allowed, relative to the largest magnitude: kernels for other shapes sum in other orders."""
 
 
 def verified_run(lowered: Executable, args: Sequence[Any], whole: Callable[[], Boxed]) -> Any:
-    """Runs the plan and returns its results; raises VerifyError if the plain model gives others.
+    """Runs the plan and returns its results; raises VerifyError if those of the plain model differ.
 
-    `whole` makes what runs the uncut graph as the operators are run: compiled code draws other random numbers than
-    torch itself, so it stands for a plain model that draws any.
+    `whole` makes a function of the uncut graph, compiled like the operators. It replaces a plain model that draws
+    random numbers, since compiled code draws other ones than torch.
     """
     if keeps := next((op for op in lowered.graph.ops if op.has_hidden_state), None):
         raise VerifyError(
-            f"{keeps.name} keeps a state, from which a second run goes on: it can't be compared with the plain model",
+            f"{keeps.name} has state that a second run continues from: it can't be compared with the plain model",
             op=keeps.name,
             line=keeps.line,
             advice="leave out verify=True, and compare with the plain model's results yourself, from the same state",
@@ -53,7 +53,7 @@ def verified_run(lowered: Executable, args: Sequence[Any], whole: Callable[[], B
 
 
 def difference(expected: Any, found: Any) -> str | None:
-    """How two results differ, or None."""
+    """How two results differ, as text; None if they agree."""
     if expected is found:
         return None
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
@@ -75,13 +75,13 @@ def difference(expected: Any, found: Any) -> str | None:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as its real and imaginary parts: they are rounded like any other number."""
+    """A complex tensor as its real and imaginary parts."""
     return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor
 
 
 def _explain(lowered: Executable, args: Sequence[Any], what: str, problem: str) -> VerifyError:
     """Finds the first operator whose result differs, by running the operators one after the other."""
-    advice = "if one of its rules says splittable=True, or a replace_func stands for it, that is the first suspect"
+    advice = "if one of its rules says splittable=True, or a replace_func replaces it, check that first"
     if lowered.all_values is not None:
         found = lowered.all_values(list(_copy(args)))
         expected = _plain_values(lowered.graph, args, found)
@@ -95,17 +95,17 @@ def _explain(lowered: Executable, args: Sequence[Any], what: str, problem: str) 
                         line=op.line,
                         advice=advice,
                     )
-        advice = "no operator differs by itself: something outside the graph's knowledge is shared between lanes"
+        advice = "no operator alone differs: lanes share state that the graph does not know of"
     return VerifyError(f"{what} differs from the plain model's: {problem}", advice=advice)
 
 
 def _draws(op: Op) -> bool:
-    """Random numbers: from the generator, or again from a seed that it gave before."""
+    """Whether it draws random numbers, from the generator or from a seed that was drawn before."""
     return any(storage == RNG for storage, _ in op.accesses) or _torch.draws_from_seeds(op.module)
 
 
 def _plain_values(graph: OpGraph, args: Sequence[Any], given: Mapping[int, Any]) -> dict[int, Any]:
-    """Every value between operators, from a run of the uncut graph; what was drawn at random, as it is `given`."""
+    """Every value between operators, from a run of the uncut graph. Random values are those `given`."""
     wanted = {v.name: v.index for v in graph.values if v.input is None}
     drawn = {v for op in graph.ops if _draws(op) for v in op.writes if v in given}
     found: dict[int, Any] = {}
@@ -124,7 +124,7 @@ def _plain_values(graph: OpGraph, args: Sequence[Any], given: Mapping[int, Any])
 
 
 def _copy(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Copies of all tensors; those that shared memory share it again. Subclasses (DTensor) have none to copy."""
+    """Copies of all tensors; those that share memory still do. Subclasses (DTensor) are not copied."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     for arg in args:

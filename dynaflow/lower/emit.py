@@ -61,7 +61,7 @@ def emit(
 
     Two of the code's globals are to be set: `on_task`, for a hook, and `new_call(locks)`, for lanes that are threads.
 
-    Each of the `segments` becomes a function by itself, `segment_0`, ..., called under the name `graph_0`, ...
+    Each of the `segments` becomes a function of its own, `segment_0`, ..., called under the name `graph_0`, ...
     """
     out = _Emitter(program, _backend(program, cuda, marks is not None), hook, segments, marks, cuda)
     for number in range(len(segments)):

@@ -99,7 +99,7 @@ class Executable:
 
 
 def tasks_of(plan: Plan, code: Code | None, error: BaseException) -> str | None:
-    """Where in a plan's code an error was raised, in words."""
+    """The task of a plan that raised an error, as text."""
     indices = code.tasks_of(error) if code else None
     if not indices:
         return None

@@ -1,4 +1,4 @@
-"""What a user subclasses to write a schedule."""
+"""The base classes of schedulers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from dynaflow.schedule.context import ScheduleContext
 class OpSchedulerBase:
     """Decides where the model may be cut and, for each situation, what runs where and when.
 
-    `schedule` runs once per situation: it records decisions on the context and launches nothing. The plan that
-    it leaves is checked, lowered, kept under `key(ctx)` and replayed from then on.
+    `schedule` runs once per situation: it records decisions on the context and launches nothing. The resulting plan is
+    checked, lowered, cached under `key(ctx)` and replayed from then on.
     """
 
     elastic: bool = False
-    """Under one key (which has to be defined), one function serves batches of all sizes: nothing is made anew when the
-    size changes. In return, joining micro-batches copies, and operators are compiled for all sizes at once. For batches
+    """Under one key (which has to be defined), one function serves batches of all sizes: nothing is recompiled when the
+    size changes. In return, joining micro-batches copies, and operators are compiled with dynamic shapes. For batches
     that are different every time. No effect where plans are captured in CUDA graphs."""
     functions: Sequence[Callable[..., Any]] = ()
-    """What a Plan that `schedule` returns, such as one from JSON, may call in place of operators by name. Nothing is
-    imported for a plan: it may be a file that somebody else wrote. What the same call of `schedule` gives to
-    `ctx.execute` need not be listed."""
+    """Functions that a Plan which `schedule` returns, such as one from JSON, may call by name in place of operators.
+    Nothing is imported for a plan, since its file may not be trusted. Functions that the same call of `schedule` passes
+    to `ctx.execute` need not be listed."""
 
     @staticmethod
     def at_least(least: int, **numbers: Any) -> None:
-        """For options of a scheduler: raises if one of the numbers is no whole number, or smaller."""
+        """For options of a scheduler: raises unless each is an integer of at least `least`."""
         for name, value in numbers.items():
             validate.integer(value, name, f"pass {least} or more", least=least, error=ScheduleError)
 
     @staticmethod
     def listed(name: str, value: Any, advice: str) -> tuple[Any, ...]:
-        """For options of a scheduler: the members of a list. Raises for anything else, a text included."""
+        """For options of a scheduler: the members of a list. Raises for anything else, strings included."""
         return tuple(validate.sequence(value, name, advice, ScheduleError))
 
     @staticmethod
     def listed_names(name: str, value: Any, advice: str) -> tuple[str, ...]:
-        """The same, of texts alone."""
+        """The same, for a list of strings."""
         return tuple(validate.names(value, name, advice, ScheduleError))
 
     def partition(self) -> list[Rule]:
@@ -53,7 +53,7 @@ class OpSchedulerBase:
         return ctx.sequential()
 
     def key(self, ctx: ScheduleContext) -> Hashable:
-        """What the decision depends on. By default: the sizes of the inputs and the facts that were read."""
+        """What the plan depends on. By default: the sizes of the inputs and the facts that were read."""
         return None
 
     def cache_key(self) -> Any:
@@ -66,15 +66,15 @@ class OpSchedulerBase:
         return None
 
     def choose(self, ctx: ScheduleContext) -> OpSchedulerBase:
-        """Who takes this situation over: another scheduler, with cuts of its own, or this one.
+        """The scheduler that plans this situation: another one, with cuts of its own, or this one.
 
-        Asked once per situation, or once per `key(ctx)` if that is defined, with the graph uncut. The plans' `key`, and
-        `bucket`, are those of the chosen.
+        Called once per situation, or once per `key(ctx)` if that is defined, with the uncut graph. The `key` and
+        `bucket` of the chosen scheduler apply to its plans.
         """
         return self
 
     def bucket(self, batch_size: int) -> int:
-        """To how many rows a batch is padded, so that few plans (and CUDA graphs) serve many sizes."""
+        """The number of rows to which a batch is padded, so that few plans (and CUDA graphs) serve many sizes."""
         return batch_size
 
 
@@ -86,10 +86,9 @@ class Sequential(OpSchedulerBase):
 
 
 class WrappingScheduler(OpSchedulerBase):
-    """Does some of the work, and leaves the rest to another scheduler, `inner`, as all that a subclass does not define.
+    """Schedules some operators and delegates the rest, and all methods that a subclass does not define, to `inner`.
 
-    But `key` is its own: what `inner` would be asked for a key is another graph, perhaps. So is `cache_key`, to which
-    that of `inner` is added.
+    `key` is not delegated, since `inner` may see another graph. Neither is `cache_key`; that of `inner` is added to it.
     """
 
     def __init__(self, inner: OpSchedulerBase | None = None) -> None:
@@ -113,14 +112,14 @@ class WrappingScheduler(OpSchedulerBase):
         return self.inner.bucket(batch_size)
 
     def around(self, inner: OpSchedulerBase) -> OpSchedulerBase:
-        """The same around another scheduler."""
+        """A copy of this scheduler that wraps another one."""
         made = copy.copy(self)
         made.inner = inner
         return made
 
 
 def defines(scheduler: OpSchedulerBase, method: str) -> bool:
-    """Whether there is more behind a method than OpSchedulerBase's own: of a wrapper, in what it wraps."""
+    """Whether a scheduler overrides a method of OpSchedulerBase; of a wrapper, whether a scheduler inside it does."""
     own = getattr(WrappingScheduler, method)
     while isinstance(scheduler, WrappingScheduler) and getattr(type(scheduler), method) is own:
         scheduler = scheduler.inner
@@ -130,6 +129,7 @@ def defines(scheduler: OpSchedulerBase, method: str) -> bool:
 def checked_scheduler(scheduler: Any) -> OpSchedulerBase:
     if not isinstance(scheduler, OpSchedulerBase):
         raise ScheduleError(
-            f"{shown(scheduler)} is no scheduler", advice="pass an instance of a subclass of dynaflow.OpSchedulerBase"
+            f"{shown(scheduler)} is not a scheduler",
+            advice="pass an instance of a subclass of dynaflow.OpSchedulerBase",
         )
     return scheduler

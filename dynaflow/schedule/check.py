@@ -1,13 +1,17 @@
-"""Proves a plan safe before it runs, or says what is wrong with it.
+"""Checks that a plan is safe before it runs.
 
-1. It is well formed: lanes, waits and micro-batches are what they should be, and no wait can go round in a circle.
-2. It was made for this graph and for a batch of this size.
-3. Every operator runs exactly once for every micro-batch, and none that mixes rows runs for a part of them.
-4. Any two tasks that touch the same bytes of memory, one of them writing, are ordered, and in the model's
-   order. A value is memory that its operator writes and others read, so this covers data as well.
-5. An operator that needs something of all earlier rows runs after what makes it for those.
-6. Any two tasks in which ranks meet, in one process group, are ordered: whichever rank comes first, all ranks meet in
-   the plan's order.
+Contract
+    Takes a plan, the graph, and the sizes of the batch. Returns nothing and changes nothing.
+    Errors with PlanError or SplitError, with the operator, its line, and what to change, unless all of this holds:
+
+Steps
+    1. The plan is well formed: lanes, waits and micro-batches are valid, and waits have no cycle.
+    2. It was made for this graph and for a batch of this size.
+    3. Every operator runs exactly once for every micro-batch, and operators that mix rows run for all rows at once.
+    4. Any two tasks that access the same memory, one of them writing, are ordered as in the model. A value is memory
+       that its operator writes and others read, so this covers data dependencies as well.
+    5. An operator that needs state of all earlier rows runs after the operators that make it for those.
+    6. Any two tasks with collectives of one process group are ordered, so that all ranks run them in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int]
     """`num_tokens`: the lengths of the requests, when the batch is ragged."""
     check_types(plan)
     if not isinstance(graph, OpGraph):
-        raise PlanError(f"check(plan, {shown(graph)}): no graph", advice="pass the OpGraph that the plan is for")
+        raise PlanError(f"check(plan, {shown(graph)}): not a graph", advice="pass the OpGraph that the plan is for")
     batch_size = validate.integer(batch_size, "check(batch_size)", "pass the number of rows", error=PlanError)
     if plan.graph != graph.fingerprint:
         raise PlanError(
@@ -47,7 +51,7 @@ def check(plan: Plan, graph: OpGraph, batch_size: int, num_tokens: Sequence[int]
 
 
 def _check_requests(plan: Plan, requests: Requests | None) -> None:
-    """A ragged batch is cut between its requests; others know of none."""
+    """A ragged batch is cut between its requests; micro-batches of other batches have none."""
     ragged = [m.requests is not None for m in plan.micro_batches]
     if any(ragged) != all(ragged):
         raise SplitError("some micro-batches hold requests, and some rows alone", advice=REMAKE)
@@ -66,7 +70,7 @@ def _check_requests(plan: Plan, requests: Requests | None) -> None:
 
 
 def _check_coverage(plan: Plan, graph: OpGraph) -> list[list[tuple[int, int]]]:
-    """For each operator and micro-batch: the task that runs it, and the place inside that task."""
+    """For each operator and micro-batch: the task that runs it, and its position in that task."""
     everything = tuple(range(len(plan.micro_batches)))
     owner: list[list[tuple[int, int] | None]] = [[None] * len(everything) for _ in graph.ops]
     by_name = graph.by_name
@@ -107,12 +111,12 @@ def _illegal_split(op: Op) -> SplitError:
         op=op.name,
         line=op.line,
         advice="execute it for all micro-batches at once; or declare its rule splittable=True if every row is "
-        "treated by itself",
+        "treated independently",
     )
 
 
 def _check_memory(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]) -> None:
-    """Walks each storage's accesses in the model's order, a micro-batch at a time, and wants each pair ordered."""
+    """Walks the accesses of each storage in the model's order, by micro-batch. Conflicting pairs must be ordered."""
     before = plan.happens_before
     parts = range(len(plan.micro_batches))
     writer: dict[int, list[int]] = {}  # storage -> the op that wrote last, as often as there are micro-batches
@@ -127,7 +131,7 @@ def _check_memory(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]]
             for other in earlier:
                 theirs = owner[other]
                 for m, (task, place) in spots:
-                    # An operator that runs whole meets every part of the other.
+                    # An operator that runs for all rows at once conflicts with every part of the other.
                     for k in parts if not op.splittable else (m,):
                         first, first_place = theirs[k]
                         if not (before[task] >> first & 1) and not (first == task and first_place < place):
@@ -144,14 +148,14 @@ def _check_follows(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]
         mine = [task for task, _ in owner[op.index]]
         for a in op.serial_after if op.splittable else ():
             for m, task in enumerate(mine):
-                # One that comes earlier in the model has run for the same rows, too.
+                # One that is earlier in the model must have run for the same rows as well.
                 for k, (first, _) in enumerate(owner[a][: m + (a < op.index)]):
                     merged = a >= op.index and mine[k] == task  # for both micro-batches at once
                     if not merged and first != task and not before[task] >> first & 1:
                         raise PlanError(
                             f"{op.name} (task {task}, lane {plan.tasks[task].lane}) must come after "
                             f"{graph.ops[a].name} for micro-batch {k} (task {first}, lane {plan.tasks[first].lane}), "
-                            "since it needs what that leaves of earlier rows; nothing orders them so",
+                            "since it needs its state of earlier rows; no wait orders them",
                             op=op.name,
                             line=op.line,
                             advice=f"let task {task} wait for task {first}, or put both on one lane in that order",
@@ -160,7 +164,7 @@ def _check_follows(plan: Plan, graph: OpGraph, owner: list[list[tuple[int, int]]
 
 def _check_collectives(plan: Plan, graph: OpGraph) -> None:
     before = plan.happens_before
-    last: dict[str, int] = {}  # process group -> the task in which ranks met last
+    last: dict[str, int] = {}  # process group -> the task of its last collective
     for t, task in enumerate(plan.tasks):
         groups = {group for item in task.items for group in graph.by_name[item.op].groups}
         for other, previous in last.items():
@@ -169,7 +173,7 @@ def _check_collectives(plan: Plan, graph: OpGraph) -> None:
                 raise PlanError(
                     f"ranks could wait for each other forever: {plan.tasks[previous]} (task {previous}, lane "
                     f"{plan.tasks[previous].lane}) and {task} (task {t}, lane {task.lane}) are collectives of one "
-                    "group, and nothing orders them",
+                    "group, and no wait orders them",
                     op=op.name,
                     line=op.line,
                     advice="put the collectives of a group on one lane",
@@ -183,7 +187,7 @@ def _race(plan: Plan, graph: OpGraph, first: int, op: Op, storage: int, task: in
     what = f"the memory of {value!r}" if value else "the random generator" if storage < 0 else "the same memory"
     return PlanError(
         f"race: {one.name} (task {task}, lane {plan.tasks[task].lane}) must end before {op.name} (task {mine}, lane "
-        f"{plan.tasks[mine].lane}) starts, since both touch {what} and one writes it; nothing orders them so",
+        f"{plan.tasks[mine].lane}) starts, since both access {what} and one writes it; no wait orders them",
         op=op.name,
         line=op.line,
         advice=f"let task {mine} wait for task {task}, or put both on one lane in that order",

@@ -26,7 +26,7 @@ FACT_NAMES = ""
 
 
 class Facts(Mapping[str, Any]):
-    """Free-form facts from the host system. Remembers which were read: the plan depends on those."""
+    """Free-form facts from the host system. Records which were read: the plan depends on those."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts
@@ -46,7 +46,7 @@ class Facts(Mapping[str, Any]):
 
 
 class Trials(Protocol):
-    """Other schedulers tried on the arguments at hand."""
+    """Other schedulers, tried on the arguments of this call (see `engine.scheduler_trials`)."""
 
     cudagraph: bool
 
@@ -82,14 +82,14 @@ class ScheduleContext:
         self._whole = MicroBatch(index=0, start=0, stop=batch_size)
         self.micro_batches: tuple[MicroBatch, ...] = (self._whole,)
         self.even_split: int | None = 1
-        """How many equal parts were asked for; None when sizes were given: those fit one batch size only."""
+        """The number of equal parts; None when sizes were given, which fit one batch size only."""
         self.trials: Trials | None = None
-        """For who chooses between schedulers: what each would plan, and how fast that is."""
+        """For `choose`: the plans of other schedulers for this call, and how fast they are."""
         self.functions: dict[str, Callable[..., Any]] = {}
         self.graph, self.sizes = graph, sizes
-        """The partitioned graph behind `ops`, and what its symbols stand for."""
+        """The partitioned graph, and the values of its symbols."""
         self.note: Any = None
-        """Why it was decided so, for `fast.explain()`: anything that can be printed."""
+        """The reason for the decision, for `fast.explain()`: anything that can be printed."""
         self.later: Callable[[ScheduleContext], Any] | None = None
         self._has_batch, self._requests_of = has_batch, requests_of
         self._sequential = False
@@ -120,12 +120,12 @@ class ScheduleContext:
         return device_for(self.device).sms
 
     def cost(self, item: OpItem | Op) -> float:
-        """How long it takes alone on this device, in seconds, as the cost model has it."""
+        """How long it takes alone on this device, in seconds, by the cost model."""
         op, rows = self._op_and_rows(item)
         return self._costs.seconds(op, rows)
 
     def uses(self, item: OpItem | Op) -> Mapping[str, float]:
-        """What it uses meanwhile, by resource ("compute", "memory", "link", ...): a fraction of what there is."""
+        """What it uses in that time, by resource ("compute", "memory", "link", ...), as a fraction of the total."""
         op, rows = self._op_and_rows(item)
         return self._costs.uses(op, rows)
 
@@ -163,11 +163,11 @@ class ScheduleContext:
 
         Lanes with `sms` run on that many SMs and nowhere else (CUDA grants them in groups: 8 on Hopper), the other
         lanes of the plan on what is left. A lane with all of them (`ctx.sms`) shares them with the others: so a lane
-        can be held to a part while another one may use everything. The lower the priority, the more urgent. A lane
+        can be limited to a part while another one may use everything. The lower the priority, the more urgent. A lane
         that has neither needs no declaration.
         """
         if not is_name(name):
-            what = f"lane({shown(name)}): no name"
+            what = f"lane({shown(name)}): not a name"
             raise ScheduleError(what, line=user_line(), advice='pass a name, such as "memory"')
         if sms is not None:
             advice = f"pass a positive number, at most {MOST_SMS}, or leave it out; ctx.sms is what there is"
@@ -238,19 +238,19 @@ class ScheduleContext:
     ) -> None:
         """Run one ready operator; several micro-batches of one operator, merged; or a fusion.
 
-        It waits for what it reads. `after` holds what else it is to wait for, of what was executed before: to hold
-        back work that could start early but would only be in the way, or take memory.
+        It waits for what it reads. `after` lists items that were executed before and that it is to wait for as well: to
+        delay work that could start early but would take resources or memory from other work.
 
         A fusion calls `replace_func` in place of the given items. It gets what they read and no earlier one of
         them made: item by item, in the order of `signature(items)`; and returns what they make and others use,
-        in the same manner, as a tensor or a tuple. Writes that the items do in place are its duty as well.
+        in the same manner, as a tensor or a tuple. It must also do the in-place writes of the items.
         """
         if self._sequential:
             raise ScheduleError("execute() after sequential()", line=user_line(), advice="call one or the other")
         self._recorder().execute(ops, lane, replace_func, after)
 
     def signature(self, items: Sequence[OpItem]) -> tuple[list[str], list[str]]:
-        """The names of what a fusion of `items` gets and returns, in order."""
+        """The names of what a fusion of `items` takes and returns, in order."""
         return self._recorder().signature(items)
 
     # What the engine asks for
@@ -307,5 +307,5 @@ class ScheduleContext:
                 op=op.name if op else None,
                 line=op.line if op else user_line(),
                 advice="cut around that operator with SplitModule, SplitFunc or mark, so that it alone stays whole; "
-                "or declare it splittable=True if every row is treated by itself",
+                "or declare it splittable=True if every row is treated independently",
             )

@@ -1,4 +1,4 @@
-"""Fusions: a function that replaces several operators. What it gets and returns, and which operators may be fused."""
+"""Fusions: functions that replace several operators. What they take and return, and which operators may be fused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Parts = tuple[int, ...]
 def fusion_values(
     graph: OpGraph, items: Sequence[tuple[Op, Parts]]
 ) -> tuple[list[tuple[int, Parts]], list[tuple[int, Parts]]]:
-    """What a fused call gets, and returns: (value, micro-batches), item by item, each once."""
+    """What a fused call takes, and returns: (value, micro-batches), item by item, each once."""
     made: set[tuple[int, int]] = set()
     reads: list[tuple[int, Parts]] = []
     writes: list[tuple[int, Parts]] = []
@@ -35,7 +35,7 @@ def fusion_values(
 
 
 def _partly(items: Sequence[tuple[Op, Parts]], users: list[Op], ms: Parts) -> bool:
-    """A user of the value is in the fusion, but not for all of these micro-batches."""
+    """Whether a user of the value is in the fusion, but not for all of these micro-batches."""
     covered = {(op.index, m) for op, mm in items for m in mm}
     return any((u.index, m) not in covered for u in users for m in ms)
 

@@ -81,7 +81,8 @@ class PlanRecorder:
         found = self._graph.by_name.get(op.name if isinstance(op, Op) else op if isinstance(op, str) else "")
         if found is None or not (isinstance(op, str) or found is op):
             name = op.name if isinstance(op, Op) else shown(op)
-            raise ScheduleError(f"{name} is no operator of this graph", op=name, line=user_line(), advice="see ctx.ops")
+            what = f"{name} is not an operator of this graph"
+            raise ScheduleError(what, op=name, line=user_line(), advice="see ctx.ops")
         return list(self._items[found.index])
 
     def before(self, item: OpItem) -> list[OpItem]:
@@ -240,10 +241,10 @@ class PlanRecorder:
         self._check_items(items)
         first = items[0].name
         if not is_name(lane):
-            what = f"lane={shown(lane)} is no name"
+            what = f"lane={shown(lane)} is not a name"
             raise ScheduleError(what, op=first, line=user_line(), advice='pass a name, such as "compute"')
         if replace_func is not None and not callable(replace_func):
-            what = f"replace_func={shown(replace_func)} is no function"
+            what = f"replace_func={shown(replace_func)} is not a function"
             raise ScheduleError(what, op=first, line=user_line(), advice="pass the function itself")
         for item in items:
             if any(unit in self.owner for unit in executions_of(item)):
@@ -264,7 +265,7 @@ class PlanRecorder:
                 f"execute() got different operators ({first}, {items[-1].name}) without replace_func",
                 op=first,
                 line=user_line(),
-                advice="execute each by itself, or pass replace_func= to fuse them",
+                advice="execute each separately, or pass replace_func= to fuse them",
             )
 
     def _check_items(self, items: list[OpItem]) -> None:

@@ -34,7 +34,7 @@ _STARTED = time.time()
 
 
 class StoredPlan:
-    """The place on disk of one plan. Made before the scheduler runs, since `schedule` may change its state.
+    """The disk cache entry of one plan. Made before the scheduler runs, since `schedule` may change its state.
 
     A plan is found again when everything that it depends on is the same: the scheduler (`identity`), the graph, the
     sizes, the facts that were read, the device and the versions. Which facts are read is known only after the
@@ -65,13 +65,13 @@ class StoredPlan:
             plan = Plan.from_json(_store.get(self._key(names) or "") or "null")
             check(plan, self._graph, ctx.batch_size, facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
             functions = functions_of(plan, self._functions)
-        except Exception:  # whatever is wrong with it: the scheduler is asked
+        except Exception:  # an invalid entry: call the scheduler
             return None
         ctx.facts.read.update(names)
         return plan, functions
 
     def store(self, plan: Plan, functions: Functions) -> bool:
-        """Whether it could be stored: it has to be found again by the names of its functions."""
+        """Stores the plan, if its functions can be found by name. Returns whether it was stored."""
         known = all(self._functions.get(name) is f for name, f in functions.items())
         if self._scheduler is None or plan.sequential or not known:
             return False
@@ -85,7 +85,7 @@ class StoredPlan:
         return True
 
     def _key(self, names: Sequence[str] | None) -> str | None:
-        """None if a fact is not plain data."""
+        """The disk cache key; None if a fact is not plain data."""
         ctx = self._ctx
         try:
             read = None if names is None else tuple((name, fact_value(self._facts, name)) for name in names)
@@ -98,7 +98,7 @@ class StoredPlan:
 
 
 class NotPlain(Exception):
-    """Something has no text that would be equal in another process."""
+    """A value has no representation that is equal in another process."""
 
 
 def identity(scheduler: OpSchedulerBase) -> str | None:
@@ -118,7 +118,7 @@ def identity(scheduler: OpSchedulerBase) -> str | None:
                 f"{kind.__qualname__}.cache_key() returned {shown(key)}, and {e}",
                 advice="return numbers, texts, booleans and None, in tuples, lists, dicts or sets; or None",
             ) from None
-        except (OSError, TypeError):  # no file, as in a shell
+        except (OSError, TypeError):  # no source file, as in a shell
             return None
         if not isinstance(scheduler, WrappingScheduler):
             return str(parts)
@@ -126,7 +126,7 @@ def identity(scheduler: OpSchedulerBase) -> str | None:
 
 
 def plain(value: Any) -> str:
-    """Plain data as a text. Raises NotPlain for anything else."""
+    """Plain data as text. Raises NotPlain for anything else."""
     if type(value) in PLAIN:
         return repr(value)
     if isinstance(value, Mapping):
@@ -139,7 +139,7 @@ def plain(value: Any) -> str:
 
 
 def _source(kind: type) -> str:
-    """A digest of the file that a class is written in; "" for those that count by version."""
+    """A digest of the source file of a class; "" for those that are identified by version."""
     package = kind.__module__.partition(".")[0]
     return "" if package in ("builtins", "dynaflow", "abc", "typing") else _digest(Path(inspect.getfile(kind)))
 
@@ -152,16 +152,16 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def _versions() -> str:
-    """Of all that makes plans. Ours counts by its source, since it may be a working copy."""
+    """The versions of all that makes plans. This package is identified by its source, since it may be edited."""
     package = Path(dynaflow.__file__).parent
     ours = hashlib.sha256("".join(_digest(path) for path in sorted(package.rglob("*.py"))).encode()).hexdigest()
     return f"torch {torch.__version__} python {platform.python_version()} dynaflow {ours}"
 
 
 def registered(functions: Iterable[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """By the names that plans have for them. A name that two of them have stands for neither."""
+    """Functions by their names in plans. Names of several functions are left out."""
     if not isinstance(functions, Iterable) or not all(map(callable, functions := list(functions))):
-        raise ScheduleError(f"functions={shown(functions)} are no functions", advice="list them: functions = (fused,)")
+        raise ScheduleError(f"functions={shown(functions)} are not functions", advice="list them: functions = (fused,)")
     found: dict[str, Callable[..., Any]] = {}
     twice: set[str] = set()
     for function in functions:
@@ -172,7 +172,7 @@ def registered(functions: Iterable[Callable[..., Any]]) -> dict[str, Callable[..
 
 
 def functions_of(plan: Plan, known: Functions) -> Functions:
-    """What a plan calls by name. A plan may come from a file that anybody wrote: only what is known is called."""
+    """The functions that a plan calls by name. Only known ones: the file of a plan may not be trusted."""
     for name in (task.replace for task in plan.tasks):
         if name is not None and name not in known:
             raise PlanError(
@@ -198,7 +198,7 @@ def frozen(fact: Any) -> Any:
 
 
 def hashable(value: Any, what: str) -> Any:
-    """What plans are kept under has to be."""
+    """The value. Raises unless it is hashable, as cache keys must be."""
     try:
         hash(value)
     except TypeError:

@@ -1,4 +1,11 @@
-"""How a batch is cut into micro-batches: anywhere, or between its requests."""
+"""How a batch is cut into micro-batches: anywhere, or between its requests.
+
+Contract
+    `split_rows` and `split_requests` take a number of parts, or sizes, and the batch. They return consecutive,
+    non-empty micro-batches that cover the batch. They change nothing.
+    Errors with SplitError, at the user's line, when that is not possible: too many parts, sizes that don't add up, or
+    sizes that don't end between requests.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +23,34 @@ LENGTHS, GIVE_LENGTHS = 'facts["num_tokens"]', "give the length of every request
 
 
 def parts_of(parts: Any, what: str) -> int | list[int]:
-    """Into how many parts, or into which sizes."""
-    alone, told = validate.is_integer(parts), f"{what}({shown(parts)})"
+    """Validates the argument of `split`: a number of parts, or a list of sizes."""
+    single, call = validate.is_integer(parts), f"{what}({shown(parts)})"
     advice = f"{what}(2) cuts into two parts, {what}([5, 3]) into these sizes"
-    sizes = [parts] if alone else validate.sequence(parts, what, advice, SplitError)
+    sizes = [parts] if single else validate.sequence(parts, what, advice, SplitError)
     if not all(map(validate.is_integer, sizes)):
-        raise SplitError(f"{told}: not all of them are whole numbers", line=user_line(), advice=advice)
+        raise SplitError(f"{call}: not all of them are integers", line=user_line(), advice=advice)
     sizes = [int(size) for size in sizes]
     if not sizes or min(sizes) < 1:
-        raise SplitError(f"{told}: a micro-batch can't be empty", line=user_line(), advice="pass positive numbers")
-    return sizes[0] if alone else sizes
+        raise SplitError(f"{call}: a micro-batch can't be empty", line=user_line(), advice="pass positive numbers")
+    return sizes[0] if single else sizes
 
 
 class Requests(list[int]):
-    """The requests of a ragged batch: the tokens of each, known to be numbers."""
+    """The requests of a ragged batch: the number of tokens of each."""
 
     @cached_property
     def ends(self) -> list[int]:
-        """The number of tokens up to the end of each."""
+        """Cumulative numbers of tokens."""
         return list(accumulate(self))
 
     @cached_property
     def filled(self) -> int:
-        """How many of them have tokens."""
+        """The number of requests that have tokens."""
         return len(self) - self.count(0)
 
 
 def requests_of(tokens: Any) -> Requests | None:
-    """What `facts["num_tokens"]` says of a ragged batch: the tokens of each request; None if it is not there."""
+    """Validates `facts["num_tokens"]`: the number of tokens of each request; None if the batch is not ragged."""
     if tokens is None or type(tokens) is Requests:
         return tokens
     several = validate.sequence(tokens, LENGTHS, GIVE_LENGTHS, SplitError)
@@ -51,7 +58,7 @@ def requests_of(tokens: Any) -> Requests | None:
 
 
 def request_count(tokens: Any) -> int:
-    """In each call: the lengths themselves are judged where the batch is cut."""
+    """The number of requests. Called in each call, so lengths are validated only when the batch is cut."""
     if tokens is None or isinstance(tokens, (list, tuple)):
         return len(tokens or ())
     return len(validate.sequence(tokens, LENGTHS, GIVE_LENGTHS, SplitError))
@@ -93,7 +100,7 @@ def split_requests(parts: int | Sequence[int], requests: Requests, rows: int) ->
     for i, cut in enumerate((*cuts, len(ends))):
         if (end := ends[cut - 1]) == row:
             raise SplitError(
-                f"micro-batch {i} would hold no token", line=user_line(), advice="leave out requests without tokens"
+                f"micro-batch {i} would have no tokens", line=user_line(), advice="leave out requests without tokens"
             )
         result.append(MicroBatch(index=i, start=row, stop=end, requests=(request, cut)))
         request, row = cut, end
@@ -101,8 +108,8 @@ def split_requests(parts: int | Sequence[int], requests: Requests, rows: int) ->
 
 
 def _equal_shares(parts: int, ends: list[int]) -> list[int]:
-    """After how many requests each micro-batch ends, but for the last: where it comes nearest to an equal share and
-    leaves a request for each of the others."""
+    """After how many requests each micro-batch but the last ends: as close as possible to an equal share, with at least
+    one request for each of the others."""
     if parts > len(ends):
         raise SplitError(
             f"split({parts}) of {len(ends)} requests leaves a micro-batch empty",
@@ -112,7 +119,7 @@ def _equal_shares(parts: int, ends: list[int]) -> list[int]:
     cuts, first = list[int](), 0
     for k in range(1, parts):
         share, last = ends[-1] * k / parts, len(ends) - (parts - k) - 1
-        after = bisect_left(ends, share, first, last)  # at most the last that may be the end
+        after = bisect_left(ends, share, first, last)  # at most the last possible end
         before = bisect_left(ends, ends[after - 1], first, after) if after > first else after
         first = (before if share - ends[before] <= abs(ends[after] - share) else after) + 1
         cuts.append(first)

@@ -647,7 +647,7 @@ def test_who_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"scheduler": "nanoflwo"}, "did you mean 'nanoflow'"),
         ({"scheduler": "nanoflow", "scheduler_options": {"rows": 3}}, "its options are"),
-        ({"scheduler": 3}, "3 is no scheduler"),
+        ({"scheduler": 3}, "3 is not a scheduler"),
         ({"cudagraph": "all"}, "say 'plan'"),
         ({"operators": "fast"}, "say 'inductor'"),
         ({"schedule": "nanoflow"}, "unknown option 'schedule'"),

@@ -141,13 +141,13 @@ def test_whole_numbers_of_all_kinds_split(parts: Any, sizes: list[int]) -> None:
     ("call", "told"),
     [
         (lambda ctx: ctx.split(2.0), "split=2.0"),
-        (lambda ctx: ctx.split([3.0, 3]), "whole numbers"),
+        (lambda ctx: ctx.split([3.0, 3]), "integers"),
         (lambda ctx: ctx.split(0), "can't be empty"),
         (lambda ctx: ctx.execute("image"), "execute() got 'image'"),
         (lambda ctx: ctx.execute(ctx.get_ready_ops()[0], after="image"), "execute(after=...) got 'image'"),
         (lambda ctx: ctx.execute(ctx.ops[0]), "execute() got layers.0.attn"),
         (lambda ctx: ctx.lane("a", sms=10**9), "sms=1000000000"),
-        (lambda ctx: ctx.lane("a\nb"), "lane('a\\nb'): no name"),
+        (lambda ctx: ctx.lane("a\nb"), "lane('a\\nb'): not a name"),
     ],
 )
 def test_what_is_told(call: Callable[[Context], Any], told: str) -> None:

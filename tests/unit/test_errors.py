@@ -369,7 +369,7 @@ def test_options_of_a_strategy_have_names(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [[], 0, {}, False])
 def test_what_is_empty_is_no_scheduler(given: Any) -> None:
-    with pytest.raises(df.ScheduleError, match="is no scheduler"):
+    with pytest.raises(df.ScheduleError, match="is not a scheduler"):
         df.compile(Stack(), given)
 
 

@@ -388,7 +388,7 @@ def test_what_keeps_a_state_is_not_run_to_be_measured_or_compared() -> None:
     assert "can't be put back" in str(fast.explain(x))
     with pytest.raises(df.RecordingError, match="keeps can't be put back"):
         fast.profile(x)
-    with pytest.raises(df.VerifyError, match="keeps a state"):
+    with pytest.raises(df.VerifyError, match="has state"):
         compiled(model, Each(split=2), verify=True)(x)
 
 

@@ -34,7 +34,7 @@ def test_equal_shares_end_at_the_nearest_boundaries(lengths: list[int], parts: i
     cuts = nearest(lengths, parts)
     ends = [sum(lengths[:cut]) for cut in cuts]
     if len({0, *ends}) <= parts:
-        with pytest.raises(SplitError, match="would hold no token"):
+        with pytest.raises(SplitError, match="would have no tokens"):
             split_requests(parts, Requests(lengths), rows)
         return
     found = split_requests(parts, Requests(lengths), rows)
@@ -50,7 +50,7 @@ def test_sizes_count_requests_or_tokens(lengths: list[int], data: st.DataObject)
     counts = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
     tokens = [b - a for a, b in zip([0, *ends], ends, strict=False)]
     if min(tokens) == 0:
-        with pytest.raises(SplitError, match="would hold no token"):
+        with pytest.raises(SplitError, match="would have no tokens"):
             split_requests(counts, Requests(lengths), rows)
         return
     found = split_requests(counts, Requests(lengths), rows)
