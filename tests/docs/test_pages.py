@@ -44,6 +44,13 @@ def test_limits_name_the_rows_that_miss_theirs() -> None:
             assert f"{cells[1]}, {cells[2]} | {cells[4]} | {cells[6]} |" in limits, line
 
 
+def test_invariants_name_tests_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (DOCS / "invariants.md").read_text(encoding="utf-8"))
+    assert len(named) > 50
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     """Files and anchors; `make docs` checks those inside of docs/ once more."""

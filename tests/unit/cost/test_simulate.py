@@ -189,8 +189,8 @@ def test_what_the_graph_does_not_have() -> None:
         run(plan_of(("b", "x", ())), {"a": [phase()]})
 
 
-def test_tasks_that_wait_in_a_circle() -> None:
-    with pytest.raises(PlanError, match="circle"):
+def test_tasks_that_wait_in_a_cycle() -> None:
+    with pytest.raises(PlanError, match="a cycle of waits"):
         run(plan_of(("a", "x", (1,)), ("b", "y", (0,))), {"a": [phase()], "b": [phase()]})
 
 
