@@ -51,7 +51,7 @@ def test_invariants_name_tests_that_exist() -> None:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     """Files and anchors; `make docs` checks those inside of docs/ once more."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):

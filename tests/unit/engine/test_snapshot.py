@@ -54,5 +54,5 @@ def test_no_copies_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40, 80))
     copied([torch.empty(5)], keep=frozenset())
     copied([torch.empty(6)], keep=frozenset({0}))
-    with pytest.raises(NoRoom, match="no room for copies"):
+    with pytest.raises(NoRoom, match="not enough memory for copies"):
         copied([torch.empty(6)], keep=frozenset())
