@@ -203,7 +203,7 @@ class Context:
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is run here was seen to be harmless, and all operators are told their rows, unless a test says otherwise."""
     monkeypatch.setattr(Step, "hazard", "")
-    monkeypatch.setattr(Step, "told", {"layer", "other"})
+    monkeypatch.setattr(Step, "row_aware", {"layer", "other"})
 
 
 PAGED = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
@@ -312,7 +312,7 @@ def test_requests_are_cut_inside_only_where_pieces_find_what_layers_keep(spec: A
 
 
 def test_a_layer_that_no_operator_names_keeps_the_batch_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "told", {"other"})
+    monkeypatch.setattr(Step, "row_aware", {"other"})
     assert step_of(metadata(BATCH)).why_whole == "no operator says that it uses layer"
     known = {"layer": SimpleNamespace(is_draft_layer=False)}
     assert step_of(metadata(BATCH), no_compile_layers=known).why_whole

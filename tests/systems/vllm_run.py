@@ -305,7 +305,7 @@ def _collectives(self: Any) -> dict[str, Any]:
     facts = {"whole": False, "num_tokens": tokens, "phase": "prefill"}
     device = torch.device("cpu")
     ctx = ScheduleContext(graph, batch_size=15, has_batch=True, device=device, facts=facts, sizes={})
-    scheduler.scheduler.schedule(ctx)
+    scheduler.inner.schedule(ctx)
     plan = ctx.finish()  # with lanes, and checked for them: on CPU they are joined to one
     check(plan, graph, 15, tokens)
     groups = sorted({group for op in graph.ops for group in op.groups})
