@@ -71,7 +71,7 @@ class PlanMaker:
                     cache.patterns[place] = (plan, functions)
         # 5.
         checked_at = time.perf_counter()
-        if self._check:
+        if self._check and loaded is None:  # stored plans are checked when they are loaded
             check(plan, graph, ctx.batch_size, ctx.facts.get("num_tokens") if len(plan.micro_batches) > 1 else None)
         self._stats.schedule_seconds += checked_at - start
         self._stats.check_seconds += time.perf_counter() - checked_at

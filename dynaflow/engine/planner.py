@@ -211,12 +211,15 @@ class Planner:
                 cache.paddings[place] = Padding(graph)
             return cache.paddings[place], Batch(request.values, rows, int(padded))
 
-    def _make(self, cache: PlanCache, request: PlanRequest) -> Executable | None:
+    def _make(
+        self, cache: PlanCache, request: PlanRequest, planned: ScheduledPlan | None = None
+    ) -> Executable | None:
+        """`planned`: what the scheduler has planned for this request, if it has been asked before."""
         key = self._maker.plan_key(cache, request)
         if key in cache.plans:  # made by another thread in the meantime
             found: Executable = cache.plans[key]
             return found
-        made = self._maker.plan(cache, request)
+        made = planned or self._maker.plan(cache, request)
         if made is None:
             return None
         self._consensus.verify(made.plan, made.graph)

@@ -13,7 +13,7 @@ from dynaflow.lower.lower import Lowerer, OnTask
 from dynaflow.schedule.base import OpSchedulerBase, checked_scheduler
 
 Plans = Callable[[PlanCache, PlanRequest], ScheduledPlan | None]
-Makes = Callable[[PlanCache, PlanRequest], Executable | None]
+Makes = Callable[[PlanCache, PlanRequest, ScheduledPlan | None], Executable | None]
 
 
 class SchedulerTrials:
@@ -47,7 +47,7 @@ class SchedulerTrials:
     def lowered(self, scheduler: OpSchedulerBase) -> Executable:
         """A scheduler's plan, compiled. Call it with a list of `args`."""
         with self._lock:
-            made = self._makes(self._of(scheduler), self.request)
+            made = self._makes(self._of(scheduler), self.request, self._planned.get(scheduler))
         assert made is not None
         return made
 
