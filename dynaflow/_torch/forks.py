@@ -10,13 +10,13 @@ import torch
 
 
 def _note_calls() -> None:
-    """Before a fork: records whether another thread is inside a compiled function."""
+    """Before a fork: records whether another thread is inside a compiled function, or compiles an operator."""
     global _amid_calls
     _amid_calls = False
     mine = threading.get_ident()
     for thread, frame in sys._current_frames().items() if "torch._dynamo" in sys.modules else ():
         while frame is not None and thread != mine and not _amid_calls:
-            _amid_calls = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+            _amid_calls = frame.f_globals.get("__name__") in ("torch._dynamo.eval_frame", _COMPILER)
             frame = frame.f_back  # type: ignore[assignment]
 
 
@@ -32,4 +32,6 @@ def _renew_compilers() -> None:
 
 
 _amid_calls = False
+_COMPILER = "dynaflow._torch.inductor"
+"""Holds Dynamo's lock as well."""
 os.register_at_fork(before=_note_calls, after_in_child=_renew_compilers)

@@ -18,7 +18,6 @@ from dynaflow._torch import nodes
 from dynaflow._torch.nodes import view_base
 from dynaflow._torch.symbols import Symbols
 from dynaflow._torch.versions import TORCH, Boxed
-from dynaflow.core import forks
 
 
 def warm_compiler() -> None:
@@ -31,7 +30,12 @@ def warm_compiler() -> None:
         async_compile.AsyncCompile.use_process_pool()  # has them report when they are ready
 
 
-_replacing = forks.rlock()
+def compile_lock() -> Any:
+    """Dynamo's lock, held during each capture. Compiling takes it too: while Inductor traces a graph, it replaces
+    `nn.Module.__call__` in all threads, and a capture would see that."""
+    from torch._dynamo.convert_frame import compile_lock as lock
+
+    return lock
 
 
 @contextlib.contextmanager
@@ -41,7 +45,7 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
     Other threads still call the original. One thread at a time replaces functions.
     """
     mine = threading.get_ident()
-    with _replacing:
+    with compile_lock():
         usual = getattr(owner, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +170,7 @@ def compile_operator(
     cache = torch._functorch.config.enable_autograd_cache and not direct
     caching = torch._functorch.config.patch(enable_autograd_cache=cache)
     apart = torch._inductor.config.patch(preserve_aliasing())
-    with tracing(context), caching, apart, assume_host_inputs_aligned(inputs):
+    with compile_lock(), tracing(context), caching, apart, assume_host_inputs_aligned(inputs):
         wrapped: Any = compile_fx(gm, list(inputs), inner_compile=inner)
     found = made[0][0] if direct and len(made) == 1 and made[0][1] == len(inputs) else None
     call = getattr(found, "current_callable", None)

@@ -32,15 +32,19 @@ class Hooks:
         self._undo: list[Callable[[], None]] = []
 
     def apply(self) -> None:
-        """Wraps the functions of the list. Calling it again does nothing."""
+        """Wraps the functions of the list: all of them, or none if it raises. Calling it again does nothing."""
         if self._applied:
             return
         self._applied = True
-        for hook in self.hooks:
-            if hook.function is not None:
-                module, _, path = hook.target.partition(":")
-                owner, _, name = path.rpartition(".")
-                self.wrap(getattr(importlib.import_module(module), owner), name, hook.function)
+        try:
+            for hook in self.hooks:
+                if hook.function is not None:
+                    module, _, path = hook.target.partition(":")
+                    owner, _, name = path.rpartition(".")
+                    self.wrap(getattr(importlib.import_module(module), owner), name, hook.function)
+        except BaseException:
+            self.restore()
+            raise
 
     def wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """`wrap`, until `restore`."""

@@ -23,7 +23,7 @@ from dynaflow.lower.ir import Program
 from dynaflow.partition.op_graph import OpGraph
 
 MAX_SIZES = 4096
-"""How many sizes to cache the result of `_fit` for."""
+"""How many sizes to cache the result of `Elastic.at` for."""
 
 
 class Elastic:
@@ -39,7 +39,7 @@ class Elastic:
     ) -> None:
         self.executable, self.parts = executable, len(executable.plan.micro_batches)
         self._program, self._functions, self._remake = program, functions, remake
-        self._fits: dict[tuple[int, ...], bool] = {}
+        self._found: dict[tuple[Any, ...], Executable | None] = {}
 
     @property
     def plan(self) -> Plan:
@@ -55,11 +55,14 @@ class Elastic:
         """The executable for a plan with other sizes; None if an operator was not compiled for them."""
         graph = self.executable.graph
         cuts = extents(plan, graph, sizes)
-        if cuts not in self._fits:
-            if len(self._fits) >= MAX_SIZES:
-                self._fits.clear()
-            self._fits[cuts] = self._fit(plan, graph, sizes)
-        return resized(self.executable, plan, cuts, lambda: self._remake(plan, sizes)) if self._fits[cuts] else None
+        key = (cuts, plan.micro_batches)
+        if key not in self._found:
+            if len(self._found) >= MAX_SIZES:
+                self._found.clear()
+            fits = self._fit(plan, graph, sizes)
+            made = resized(self.executable, plan, cuts, lambda: self._remake(plan, sizes)) if fits else None
+            self._found[key] = made
+        return self._found[key]
 
     def _fit(self, plan: Plan, graph: OpGraph, sizes: Sizes) -> bool:
         known: dict[tuple[Any, ...], Sizes] = {}

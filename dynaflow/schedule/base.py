@@ -61,7 +61,7 @@ class OpSchedulerBase:
 
         With a cache key, plans are stored on disk and reused by other processes. The default, None, disables that. The
         source files of the scheduler's classes are part of the key already; if it depends on code elsewhere, add a
-        version number.
+        version number. A subclass with an `__init__` or a `schedule` of its own needs a `cache_key` of its own too.
         """
         return None
 

@@ -103,13 +103,13 @@ class NotPlain(Exception):
 
 def identity(scheduler: OpSchedulerBase) -> str | None:
     """The classes of a scheduler, with their source files and cache keys, and of those that it wraps; None if one has
-    no cache key, or no source file."""
+    no cache key of its own, or no source file."""
     parts = []
     while True:
-        key = scheduler.cache_key()
-        if key is None:
-            return None
         kind = type(scheduler)
+        key = scheduler.cache_key()
+        if key is None or _inherits_key(kind):
+            return None
         name = f"{kind.__module__}:{kind.__qualname__}"
         try:
             parts.append((name, _versions(), [_source(base) for base in kind.__mro__], plain(key)))
@@ -123,6 +123,16 @@ def identity(scheduler: OpSchedulerBase) -> str | None:
         if not isinstance(scheduler, WrappingScheduler):
             return str(parts)
         scheduler = scheduler.inner
+
+
+def _inherits_key(kind: type) -> bool:
+    """Whether its cache key is that of a base class, which does not know what this class's own `schedule` reads."""
+    for base in kind.__mro__:
+        if "cache_key" in vars(base):
+            return False
+        if not {"__init__", "schedule"}.isdisjoint(vars(base)):
+            return True
+    return False
 
 
 def plain(value: Any) -> str:

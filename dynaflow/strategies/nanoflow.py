@@ -43,7 +43,7 @@ class NanoFlow(df.OpSchedulerBase):
         ]
 
     def cache_key(self) -> Any:
-        return self.parts, self.min_rows, self.sms, self.exclusive
+        return self.parts, self.min_rows, self.sms, self.exclusive, self.merged
 
     def schedule(self, ctx: df.ScheduleContext) -> None:
         parts = min(self.parts, ctx.max_parts, ctx.batch_size // self.min_rows)

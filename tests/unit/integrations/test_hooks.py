@@ -6,6 +6,8 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
+
 from dynaflow.integrations.hooks import Hook, Hooks, replace, wrap
 
 
@@ -77,3 +79,18 @@ def test_an_attribute_that_was_there_comes_back() -> None:
     thing.method = print
     replace(thing, "method", len)()
     assert thing.method is print
+
+
+def test_a_list_that_fails_wraps_nothing() -> None:
+    before = Thing.method
+    hooks = Hooks(
+        ("1.0",),
+        (
+            Hook(target=f"{__name__}:Thing.method", function=plus_one, why="a test"),
+            Hook(target=f"{__name__}:Thing.gone", function=plus_one, why="not in this version"),
+        ),
+    )
+    for _ in range(2):  # the second call does not pass over it
+        with pytest.raises(AttributeError, match="gone"):
+            hooks.apply()
+        assert Thing.method is before

@@ -15,6 +15,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -525,3 +526,22 @@ def test_a_sum_behind_an_expansion_that_changes_nothing() -> None:
         return x.sum((0, 1)), x.sum(0, keepdim=True).expand(1, 6, 8)
 
     assert not _torch.fix_reduced_shapes(make_fx(row, tracing_mode="fake")(randn(4, 6, 8)))
+
+
+def test_no_thread_captures_while_an_operator_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing replaces nn.Module.__call__ in all threads: a capture would trace the replacement and guard on it."""
+    locked: list[bool] = []
+    trace = fx.Tracer.trace
+
+    def traced(self: fx.Tracer, *args: Any, **kwargs: Any) -> Any:
+        locked.append(compile_lock._is_owned())  # type: ignore[attr-defined]
+        return trace(self, *args, **kwargs)
+
+    monkeypatch.setattr(fx.Tracer, "trace", traced)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=False):
+        fast = df.compile(model, operators="inductor")
+        for rows in (2, 3):
+            x = randn(rows, 4)
+            assert_equal(fast(x), model(x))
+    assert locked and all(locked)

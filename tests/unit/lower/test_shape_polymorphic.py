@@ -56,6 +56,18 @@ def test_one_function_for_all_sizes(operators: str) -> None:
     assert scheduler.asked == 1 and fast.stats.plans == 1
 
 
+def test_each_size_is_verified_once() -> None:
+    entry = ZOO["llama"]
+    fast = df.compile(entry.build(), Stretching(2, CUTS), operators="eager", verify=True)
+    with torch.no_grad():
+        for batch in (4, 4, 6, 4, 6):
+            fast(**entry.inputs(batch))
+        with df.record() as recording:
+            fast(**entry.inputs(4))
+    assert fast.stats.verified == 2 and fast.stats.plans == 1
+    assert len(recording.calls) == 1
+
+
 def test_fewer_rows_than_parts_are_another_key() -> None:
     entry = ZOO["llama"]
     model, scheduler = entry.build(), Stretching(3, CUTS)

@@ -148,6 +148,35 @@ def test_wrapped_schedulers_count() -> None:
     assert identity(Prefetch(WithoutKey())) is None
 
 
+class OtherParts(Halves):
+    """Its base class's cache key does not have its option."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def schedule(self, ctx: df.ScheduleContext) -> None:
+        ctx.split(self.parts)
+        while ops := ctx.get_ready_ops():
+            ctx.execute(ops[0])
+
+
+class SameParts(Halves):
+    """Adds nothing that a plan depends on."""
+
+
+class OtherPartsWithKey(OtherParts):
+    def cache_key(self) -> Any:
+        return self.parts
+
+
+def test_a_subclass_with_options_needs_its_own_key() -> None:
+    assert identity(OtherParts(2)) is None
+    assert identity(SameParts()) is not None
+    assert identity(OtherPartsWithKey(2)) != identity(OtherPartsWithKey(3))
+    assert run(Model(), OtherParts(2), randn(6, 4)).plans_stored == 0
+
+
 def test_a_class_without_a_file_is_not_stored() -> None:
     assert identity(type("Made", (Halves,), {"__module__": "sys"})()) is None
 
@@ -194,6 +223,11 @@ def test_all_options_of_a_strategy_count(name: str) -> None:
         changed = not usual if type(usual) is bool else usual + 1 if type(usual) in (int, float) else "x"
         other = others.get(option, changed)
         assert seen(**{option: other}) != seen(), option
+
+
+def test_merged_operators_are_part_of_nanoflows_key() -> None:
+    """Its schedule reads the globs: equal cuts are not enough."""
+    assert len({identity(strategies.make("nanoflow", merged=globs)) for globs in (["m"], ["m*"])}) == 2
 
 
 def test_another_process_finds_it(own_folder: Path) -> None:
