@@ -40,7 +40,7 @@ from dynaflow.engine.engine import Engine, marks, take_marks_back
 from dynaflow.engine.planner import Facts, PlanReady
 from dynaflow.engine.runner import DeferredError
 from dynaflow.engine.snapshot import NoRoom, Snapshot
-from dynaflow.errors import DynaFlowError, PlanError, RecordingError, shown, user_line
+from dynaflow.errors import DynaFlowError, PlanError, RecordingError, model_is_gone, shown, user_line
 from dynaflow.lower.compile_ops import Mode
 from dynaflow.lower.lower import CudaGraph, OnTask
 from dynaflow.options import Options, check_options, combined, defaults, scheduler_of
@@ -497,7 +497,8 @@ def _backend_of(engine: Engine) -> Callable[..., Any]:
 
     def call(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         found = engine_of()
-        assert found is not None, "captured by a compiled model that is gone"
+        if found is None:
+            raise model_is_gone()
         return found.backend(gm, example_inputs)
 
     call.plain_reasons = engine.stats.plain_reasons  # type: ignore[attr-defined]

@@ -35,6 +35,14 @@ class DynaFlowError(Exception):
         super().__init__(text)
 
 
+def model_is_gone() -> DynaFlowError:
+    """Dynamo keeps the code of a model longer than the compiled model that it was made for."""
+    return DynaFlowError(
+        "a graph was called whose compiled model no longer exists",
+        advice="keep a reference to what dynaflow.compile returned for as long as the model is called",
+    )
+
+
 class PartitionError(DynaFlowError):
     """The graph can't be cut by the rules: a rule matches nothing, or the rules are malformed."""
 

@@ -36,9 +36,12 @@ from dynaflow.capture.result_aliasing import (
     without_bases,
 )
 from dynaflow.capture.saved_offload import SavedOffload, saved_only
+from dynaflow.core.bounded import BoundedDict
 from dynaflow.core.fx_graphs import copy_module, results_of
 from dynaflow.errors import DynaFlowError
 
+MAX_BACKWARD_GRAPHS = 16
+"""Of one model, for losses that depend on different results."""
 Make = Callable[[fx.GraphModule, bool], _torch.Boxed]
 """Returns what runs a graph; the flag: whether it is the backward graph."""
 
@@ -170,14 +173,18 @@ class JointGraph:
         sources = sources_of_nodes(gm, self._with_gradients)
         needed = sources_of_gradients(gm, sources, self._with_gradients, self._own_results, self._reached)
         run = make(gm)
-        runs = {frozenset[int](): run}
+        others = BoundedDict(MAX_BACKWARD_GRAPHS)
+        """By unused results: what runs the graph without them."""
 
         def call(args: list[Any]) -> Any:
             unused = _torch.unused_results()
-            if unused not in runs:
+            if not unused:
+                return run(args)
+            found = others.get(unused)
+            if found is None:
                 smaller = without_unused(gm, unused, sources, needed, zeros=not self._several)
-                runs[unused] = run if smaller is None else make(smaller)
-            return runs[unused](args)
+                found = others[unused] = run if smaller is None else make(smaller)
+            return found(args)
 
         return call
 

@@ -15,9 +15,15 @@ from dynaflow.engine.analyzed_graph import AnalyzedGraph
 from dynaflow.engine.plan_cache import PlanCache, PlanRequest, ReadyPlans
 from dynaflow.engine.planner import Planner
 from dynaflow.engine.verify import verified_run
-from dynaflow.errors import NOT_FAILURES, DynaFlowError, PlanError, fall_back
+from dynaflow.errors import NOT_FAILURES, DynaFlowError, PlanError, fall_back, model_is_gone
 from dynaflow.lower.executable import Executable
 from dynaflow.runtime.cuda_lanes import capturing
+
+
+def _alive(planner: Planner | None) -> Planner:
+    if planner is None:
+        raise model_is_gone()
+    return planner
 
 
 class GraphRunner:
@@ -64,8 +70,7 @@ class GraphRunner:
 
     def _planned(self, args: list[Any]) -> Any:
         """The slow path: finds a plan, or makes one."""
-        planner = self._planner()
-        assert planner is not None, "called by a compiled model that is gone"
+        planner = _alive(self._planner())
         if not self._changes_arguments:
             return self._results(planner, args)
         captured = self.graph.graph
@@ -184,8 +189,7 @@ class GraphRunner:
 
     def run_plainly(self, why: str) -> None:
         """Runs the graph unscheduled from now on."""
-        planner = self._planner()
-        assert planner is not None, "called by a compiled model that is gone"
+        planner = _alive(self._planner())
         self.graph.plain, self._sharing, self._ready = why, None, type(None)
         planner.stats.plain_graphs += 1
         planner.stats.plain_reasons.append(why)

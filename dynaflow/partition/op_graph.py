@@ -73,6 +73,20 @@ class Op:
     def splittable(self) -> bool:
         return self.refusal is None and not self.shared
 
+    # Former names, for schedulers that read them.
+
+    @property
+    def touches(self) -> tuple[tuple[int, bool], ...]:
+        return self.accesses
+
+    @property
+    def follows(self) -> tuple[int, ...]:
+        return self.serial_after
+
+    @property
+    def keeps(self) -> bool:
+        return self.has_hidden_state
+
     def __str__(self) -> str:
         return self.name
 

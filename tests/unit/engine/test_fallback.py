@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from dynaflow.capture.joint_graph import JointGraph
 from dynaflow.engine import engine, plan_maker, planner
 from dynaflow.errors import FallbackWarning
 from dynaflow.lower.lower import Lowerer
-from tests.helpers import Each, compiled, randn
+from tests.helpers import Each, Stack, compiled, randn
 
 
 class Counting(nn.Module):
@@ -161,3 +162,19 @@ def test_memory_that_is_not_there_is_no_failure_of_ours(monkeypatch: pytest.Monk
             model(randn(6, 4))
     torch.testing.assert_close(model(randn(6, 4)), randn(6, 4).tanh())
     assert not model.stats.plain_graphs
+
+
+def test_a_graph_whose_compiled_model_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's code of a model may outlive it."""
+    runners: list[Any] = []
+    backend = engine.Engine.backend
+    monkeypatch.setattr(engine.Engine, "backend", lambda *given: runners.append(backend(*given)) or runners[0])
+    fast, x = compiled(Stack()), randn(4, 8)
+    with torch.no_grad():
+        fast(x)
+        (runner,) = runners
+        del fast
+        gc.collect()
+        with pytest.raises(df.DynaFlowError, match="no longer exists") as caught:
+            runner(x)
+    assert caught.value.advice

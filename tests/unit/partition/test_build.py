@@ -124,3 +124,12 @@ def test_equal_graphs_have_equal_identities() -> None:
     assert one.fingerprint == graph(Stack(), [df.SplitModule(r.match, tag="other") for r in STACK_RULES]).fingerprint
     assert one.identity != graph(Stack(), [df.SplitModule(r.match, tag="other") for r in STACK_RULES]).identity
     assert one.fingerprint != graph(Stack(), []).fingerprint != graph(Stack(blocks=3), []).fingerprint
+
+
+def test_operators_have_their_former_names_too() -> None:
+    """Schedulers of users read them."""
+    fast = compiled(Stack())
+    with torch.no_grad():
+        fast.plan(randn(4, 8))
+    for op in graph_of(fast).ops:
+        assert (op.touches, op.follows, op.keeps) == (op.accesses, op.serial_after, op.has_hidden_state)
