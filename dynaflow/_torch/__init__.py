@@ -96,6 +96,7 @@ from dynaflow._torch.nodes import (
     has_transforms,
     is_torchs_own,
     is_view,
+    name_complex_constants,
     op_name,
     opaque_type_name,
     overload_of,

@@ -25,6 +25,13 @@ def overload_of(node: fx.Node) -> Any:
     return getattr(node.target, name or "default")
 
 
+def name_complex_constants() -> None:
+    """Generated code of fx graphs has constants as `repr` writes them, such as `(nan+nanj)`. fx defines `inf` and `nan`
+    there, but not these. Seen on 2.13."""
+    for name in ("infj", "nanj"):
+        fx.graph._register_custom_builtin(name, f"{name} = complex({name!r})", complex(name))
+
+
 def packet_of(target: Any) -> Any:
     """The packet of an overload; any other target as it is."""
     return target.overloadpacket if isinstance(target, OpOverload) else target

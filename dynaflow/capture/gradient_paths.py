@@ -110,7 +110,8 @@ def without_unused(
     results = tuple(None if n and n <= unused else r for n, r in zip(needed, output.args[0], strict=True))
     changed = results != tuple(output.args[0])
     output.args = (results,)
-    dropped = {n.name for n, found in sources.items() if found and found <= unused and n.op != "placeholder"}
+    computed = (n for n in sources if n.op not in ("placeholder", "output"))
+    dropped = {n.name for n in computed if sources[n] and sources[n] <= unused}
     for node in [n for n in smaller.graph.nodes if zeros and n.name in dropped]:
         others = [user for user in node.users if user.name not in dropped]
         if others and isinstance(node.meta.get("val"), torch.Tensor):

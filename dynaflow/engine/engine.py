@@ -87,6 +87,7 @@ class Engine:
         name: str = "model",
     ) -> None:
         _torch.patch_dynamo(TRACED)
+        _torch.name_complex_constants()
         self.name, self.offload = name, (offload_saved, offload_most)
         self.updates = None if optimizer is None else OptimizerInBackward(optimizer)
         self.batch_dims, self.verify, self.parameters = batch_dims, verify, parameters

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from dynaflow._torch.nodes import (
+from dynaflow._torch.nodes import (, name_complex_constants
     boxed_forward,
     has_transforms,
     is_view,
@@ -88,3 +88,11 @@ def test_levels_of_torch_func_are_seen() -> None:
     torch.compile(lambda x: torch.func.vmap(torch.sin)(x), backend=backend)(torch.ones(2, 2))
     torch.compile(lambda x: torch.sin(x), backend=backend)(torch.ones(2, 2))
     assert [has_transforms(gm) for gm in graphs] == [True, False]
+
+
+def test_complex_constants_that_are_not_finite() -> None:
+    name_complex_constants()
+    for number in map(complex, ("nan+nanj", "inf-infj", "1+infj", "-nanj", "2-1j")):
+        graph = fx.Graph()
+        graph.output(graph.call_function(torch.full, ((2,), number)))
+        torch.testing.assert_close(fx.GraphModule({}, graph)(), torch.full((2,), number), equal_nan=True)

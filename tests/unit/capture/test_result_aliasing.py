@@ -222,6 +222,19 @@ def test_what_leads_to_unused_results_is_not_computed(name: str, operators: str,
     assert not fast.stats.plain_graphs
 
 
+@pytest.mark.parametrize("scheduler", ["sequential", Each(split=2)], ids=["sequential", "split"])
+def test_no_gradient_flows_from_a_result_that_is_used(scheduler: Any) -> None:
+    """Then all gradients of the backward graph are those of unused results."""
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.layer_norm(x, (6,)).fill_(2.0), (x - x).sqrt()
+
+    fast, x = df.compile(model, scheduler, operators="eager", batch_dims={"x": 0}), randn(4, 6).requires_grad_()
+    found, expected = (torch.autograd.grad(f(x)[0].sum(), x) for f in (fast, model))
+    torch.testing.assert_close(found, expected)
+    assert not found[0].any()
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_functions_get_zeros_for_results_that_are_unused(used: int) -> None:
     def model(x: Tensor) -> tuple[Tensor, ...]:
