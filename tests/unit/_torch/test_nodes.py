@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from dynaflow._torch.nodes import (, name_complex_constants
+from dynaflow._torch.nodes import (
     boxed_forward,
     has_transforms,
     is_view,
+    name_complex_constants,
     overload_of,
     packet_of,
     view_base,
