@@ -21,7 +21,7 @@ def set_stream(stream: Any) -> None:
 
 
 def sleep(cycles: int) -> None:
-    """Occupies the current stream for so many clock cycles. Seen on 2.11."""
+    """Occupies the current stream for this number of clock cycles. Seen on 2.11."""
     torch.cuda._sleep(cycles)
 
 

@@ -23,7 +23,7 @@ from dynaflow.integrations.hooks import wrap
 from dynaflow.serving.host import RaggedBatch
 
 CHUNK = 64
-"""A long prompt may be cut at multiples of so many tokens."""
+"""A long prompt may be cut at multiples of this number of tokens."""
 PARTS = 15
 """The most parts of a step: each needs metadata builders of its own, in addition to vLLM's."""
 UNKNOWN = "it is not known what its requests read"

@@ -25,7 +25,20 @@ import torch
 
 from dynaflow.errors import printable
 from dynaflow.lower.first_call import FirstCall
-from dynaflow.lower.ir import Call, Instruction, Join, Narrow, New, Program, Replace, Step, Var
+from dynaflow.lower.ir import (
+    Call,
+    Instruction,
+    Join,
+    Narrow,
+    New,
+    Program,
+    Replace,
+    Step,
+    Var,
+    assignment,
+    listed,
+    tuple_of,
+)
 from dynaflow.lower.segments import Segment
 from dynaflow.lower.timing import Marks
 from dynaflow.runtime.joins import unpack
@@ -182,14 +195,14 @@ class _Emitter:
 
     def segment(self, number: int) -> None:
         segment = self.segments[number]
-        self.line(f"def segment_{number}({_listed(segment.inputs)}):")
+        self.line(f"def segment_{number}({listed(segment.inputs)}):")
         self.indent += 1
         steps = [self.program.steps[s] for s in segment.steps]
         local = frozenset(v for step in steps for v in step.makes) - frozenset(segment.outputs)
         for step in steps:
             self._title(step)
             self._body(step, hook=False, scope=local)
-        self.line(f"return ({_targets(segment.outputs)})")
+        self.line(f"return ({tuple_of(segment.outputs)})")
         self.indent -= 1
 
     def _arguments(self) -> None:
@@ -208,7 +221,7 @@ class _Emitter:
                 if "_" in names:
                     self.line("_ = None")
         if program.views:
-            self.line(f"{_listed(var for var, _ in program.views)}, = memory")
+            self.line(f"{listed(var for var, _ in program.views)}, = memory")
         if program.extents:
             self.line(f"{', '.join(program.extents)}, = a{program.arguments}")
         for instruction in program.start:
@@ -217,9 +230,9 @@ class _Emitter:
     def _results(self) -> str:
         program = self.program
         if program.epilogue is None:
-            return f"({_targets(program.results)})"
+            return f"({tuple_of(program.results)})"
         name = self.name("epilogue", program.epilogue.function)
-        return f"{name}({_listed((*program.epilogue.sizes, *program.results))})"
+        return f"{name}({listed((*program.epilogue.sizes, *program.results))})"
 
     # Steps
 
@@ -262,8 +275,8 @@ class _Emitter:
         tasks = tuple(t for step in steps for t in step.tasks)
         others = (step for s, step in enumerate(self.program.steps) if s not in segment.steps)
         known = frozenset((*segment.outputs, *(v for step in others for v in step.makes)))
-        assigned = f"{_targets(segment.outputs)} = " if segment.outputs else ""
-        self.line(f"{assigned}graph_{number}({_listed(segment.inputs)})", tasks)
+        assigned = assignment(segment.outputs)
+        self.line(f"{assigned}graph_{number}({listed(segment.inputs)})", tasks)
         self._free([v for step in steps for v in (*step.frees_first, *step.frees)], tasks, known)
 
     # Instructions
@@ -285,13 +298,13 @@ class _Emitter:
         if call is None:
             self.line("pass  # nothing that it makes is used", tasks)
             return
-        assigned = f"{_targets(call.makes)} = " if call.makes else ""
+        assigned = assignment(call.makes)
         if isinstance(call, Replace):
             name = self.name(f"f{call.task}", call.function)
-            given = _listed(call.reads)
+            given = listed(call.reads)
             self.line(f"{assigned}{self.name('unpack', unpack)}({name}({given}), {len(call.makes)}, {name})", tasks)
             return
-        given = f"[{_listed((*call.sizes, *call.reads))}]"
+        given = f"[{listed((*call.sizes, *call.reads))}]"
         if left:
             self.line(f"box = {given}", tasks)
             self._free(left, tasks)
@@ -378,7 +391,7 @@ class _Threads(_Backend):
             out.comment(lane, f"def lane_{number}():  ")
             out.indent += 1
             if self.shared:
-                out.line(f"nonlocal {_listed(self.shared)}")
+                out.line(f"nonlocal {listed(self.shared)}")
             yield [s for s, step in enumerate(self.program.steps) if step.lane == lane]
 
     def end_block(self, out: _Emitter) -> None:
@@ -452,17 +465,9 @@ def _backend(program: Program, cuda: bool, marked: bool) -> _Backend:
 # Lists of names
 
 
-def _listed(found: Iterable[Any]) -> str:
-    return ", ".join(map(str, found))
-
-
 def _tuple(names: Sequence[str]) -> str:
     return f"{', '.join(names)}{',' if len(names) == 1 else ''}"
 
 
 def _pair(found: Sequence[Var]) -> str:
-    return f"({_listed(found)}{',' * (len(found) == 1)})"
-
-
-def _targets(found: Iterable[Var]) -> str:
-    return "".join(f"{v}, " for v in found).rstrip()
+    return f"({listed(found)}{',' * (len(found) == 1)})"

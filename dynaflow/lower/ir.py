@@ -135,7 +135,7 @@ class Call:
     def __str__(self) -> str:
         into = f" into {', '.join(map(str, self.into))}" if self.into else ""
         given = ", ".join(map(str, (*self.sizes, *self.args)))
-        return f"{_targets(self.makes)}op{self.op}({given}){into}{' lends' if self.lends else ''}"
+        return f"{assignment(self.makes)}op{self.op}({given}){into}{' lends' if self.lends else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class Replace:
     lends: bool = True
 
     def __str__(self) -> str:
-        return f"{_targets(self.makes)}f{self.task}({', '.join(map(str, self.reads))}) lends"
+        return f"{assignment(self.makes)}f{self.task}({', '.join(map(str, self.reads))}) lends"
 
 
 Instruction = Narrow | Join | New | Call | Replace
@@ -287,5 +287,15 @@ def _once(found: Iterable[Var]) -> Vars:
     return tuple(dict.fromkeys(found))
 
 
-def _targets(makes: Vars) -> str:
-    return "".join(f"{v}, " for v in makes).rstrip() + " = " if makes else ""
+def listed(found: Iterable[Any]) -> str:
+    return ", ".join(map(str, found))
+
+
+def tuple_of(found: Iterable[Var]) -> str:
+    """With a comma after each, so that one alone is a tuple too."""
+    return "".join(f"{v}, " for v in found).rstrip()
+
+
+def assignment(makes: Vars) -> str:
+    """What stands before a call that makes these variables."""
+    return f"{tuple_of(makes)} = " if makes else ""

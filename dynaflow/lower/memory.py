@@ -116,7 +116,7 @@ def place_buffers(program: Program) -> Program:
                     writers.setdefault(var.root, set()).add(s)
     for buffer in program.buffers:
         if buffer.own:
-            program = _allocate(program, buffer, min(writers[buffer.var]), writers[buffer.var])
+            program = _allocate(program, buffer, writers[buffer.var])
     inner = [b for b in program.buffers if not b.own]
     uses = [Use(b.nbytes, frozenset(writers[b.var]), frozenset(users[b.var])) for b in inner]
     offsets, nbytes = plan_arena(uses, program.happens_before)
@@ -131,7 +131,7 @@ def place_buffers(program: Program) -> Program:
     return replace(program, views=tuple(views.items()), arena_bytes=nbytes)
 
 
-def _allocate(program: Program, buffer: Buffer, first: int, writers: set[int]) -> Program:
+def _allocate(program: Program, buffer: Buffer, writers: set[int]) -> Program:
     """Memory of its own: allocated as late as is safe, to keep the peak low."""
     slices = [narrow for narrow in program.buffer_slices if narrow.base is buffer.var]
     made: tuple[Instruction, ...] = (New(out=buffer.var, new=buffer.new), *slices)
@@ -139,6 +139,7 @@ def _allocate(program: Program, buffer: Buffer, first: int, writers: set[int]) -
         # The allocator may reuse what the caller's lane has just freed: another lane must not write to it yet.
         return replace(program, start=made + program.start)
     steps = list(program.steps)
+    first = min(writers)
     steps[first] = replace(steps[first], before=made + steps[first].before)
     return replace(program, steps=tuple(steps))
 

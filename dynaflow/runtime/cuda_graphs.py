@@ -29,10 +29,10 @@ MAX_GRAPHS = 256
 """Of each compiled model. Beyond that, the least recently used one is dropped."""
 
 MAX_CAPTURES = 12
-"""After so many captures in a row with few replays, a function is no longer captured: its inputs keep moving."""
+"""Captures in a row with few replays after which a function is no longer captured: its inputs keep moving."""
 
 MIN_REPLAYS = 16
-"""A capture pays off after so many replays: it takes about as long as so many runs without a graph."""
+"""Replays after which a capture pays off: it takes about as long as this number of runs without a graph."""
 
 MAX_PLACES = 4
 """Graphs of one function, for different addresses of its inputs, such as the caches of several threads."""
